@@ -73,7 +73,9 @@ class WorkerRejected(RouterError):
 
     code = "worker_stream_failed"
 
-    def __init__(self, message: str, *, status: Status, leg: str, details: object = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: Status, leg: str, details: object = None, code: str | None = None
+    ) -> None:
         super().__init__(message, code=code)
         self.status = status
         self.leg = leg

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from trio_router.errors import LinkError
+from trio_router.rpc.memory import MemoryNetwork, memory_link
+from trio_router.rpc.transport import Transport, dial_tcp, open_tcp_listener, split_address
+
+
+async def _receive_exactly(transport: Transport, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        await transport.wait_readable()
+        piece = transport.recv_nowait(65_536)
+        assert piece != b"", "end of file before all bytes came"
+        received += piece or b""
+    return received
+
+
+async def _socket_pair(nursery: trio.Nursery) -> tuple[Transport, Transport]:
+    listener = await open_tcp_listener("127.0.0.1", port=0)
+    accepted: list[Transport] = []
+
+    async def accept_one() -> None:
+        accepted.append(await listener.accept())
+
+    async with trio.open_nursery() as accepting:
+        accepting.start_soon(accept_one)
+        dialed = await dial_tcp(listener.address)
+    listener.close()
+    return dialed, accepted[0]
+
+
+async def _memory_pair(nursery: trio.Nursery) -> tuple[Transport, Transport]:
+    return memory_link()
+
+
+PAIRS = pytest.mark.parametrize("make_pair", [_socket_pair, _memory_pair], ids=["socket", "memory"])
+
+
+@PAIRS
+async def test_bytes_arrive_in_order_and_then_the_end(nursery, make_pair):
+    left, right = await make_pair(nursery)
+    assert left.send_nowait(b"abc") == 3
+    assert left.send_nowait(b"def") == 3
+    assert await _receive_exactly(right, 6) == b"abcdef"
+    assert right.recv_nowait(10) is None
+    left.close()
+    await right.wait_readable()
+    assert right.recv_nowait(10) == b""
+    right.close()
+
+
+@PAIRS
+async def test_a_full_pipe_refuses_and_opens_again_when_read(nursery, make_pair):
+    left, right = await make_pair(nursery)
+    written = 0
+    while taken := left.send_nowait(bytes(65_536)):
+        written += taken
+    assert written > 0
+    async with trio.open_nursery() as reading:
+        reading.start_soon(_receive_exactly, right, written)
+        await left.wait_writable()
+        assert left.send_nowait(b"more") > 0
+    left.close()
+    right.close()
+
+
+@PAIRS
+async def test_closing_wakes_our_own_waiter_with_an_error(nursery, make_pair):
+    left, right = await make_pair(nursery)
+
+    async def wait() -> None:
+        with pytest.raises(LinkError, match="closed"):
+            await left.wait_readable()
+
+    async with trio.open_nursery() as waiting:
+        waiting.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        left.close()
+    left.close()  # twice is allowed
+    with pytest.raises(LinkError):
+        left.send_nowait(b"x")
+    right.close()
+
+
+async def test_a_memory_link_holds_its_capacity_and_no_more():
+    left, right = memory_link(10)
+    assert left.send_nowait(b"0123456789ab") == 10
+    assert left.send_nowait(b"ab") == 0
+    assert right.recv_nowait(4) == b"0123"
+    assert left.send_nowait(b"abcdef") == 4
+
+
+async def test_dialing_nobody_is_an_error_that_names_the_address():
+    listener = await open_tcp_listener("127.0.0.1", port=0)
+    listener.close()
+    with pytest.raises(LinkError, match=listener.address):
+        await dial_tcp(listener.address)
+    with pytest.raises(LinkError, match="memory:9"):
+        await MemoryNetwork().dial("memory:9")
+
+
+async def test_a_closed_listener_wakes_its_acceptor():
+    network = MemoryNetwork()
+    for listener in (await open_tcp_listener("127.0.0.1", port=0), network.listen()):
+
+        async def accept(listener=listener) -> None:
+            with pytest.raises(LinkError, match="closed"):
+                await listener.accept()
+
+        async with trio.open_nursery() as accepting:
+            accepting.start_soon(accept)
+            await trio.testing.wait_all_tasks_blocked()
+            listener.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("10.0.0.1:50051", ("10.0.0.1", 50051)), ("[::1]:80", ("::1", 80)), ("worker-0.svc:1", ("worker-0.svc", 1))],
+)
+def test_addresses_split_at_the_last_colon(address, expected):
+    assert split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:http", "host:99999", "host:-1"])
+def test_an_address_without_a_port_is_refused(address):
+    with pytest.raises(LinkError, match="host:port"):
+        split_address(address)

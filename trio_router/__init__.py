@@ -1,0 +1,1 @@
+"""trio_router: a structured-concurrency router for disaggregated LLM inference."""

@@ -1,0 +1,1 @@
+"""gRPC on trio: transports, links, calls, channels and servers. Knows nothing of workers, legs or tokens."""

@@ -1,0 +1,197 @@
+"""Byte transports: non-blocking reads and writes first, waiting only when the kernel says so.
+
+A transport moves bytes and knows nothing of frames. Reading and writing never suspend; the two `wait_*` methods
+do nothing else. That split lets a reader hand bytes on synchronously and lets any task flush an outbox without a
+checkpoint (one trio socket call costs a full checkpoint, some 5 µs, which is more than a token may cost).
+
+I/O errors of the operating system become `LinkError` here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import trio
+
+from ..errors import LinkError
+
+CONNECT_TIMEOUT: Final = 10.0
+"""Seconds to wait for a TCP handshake: without it a black hole holds the dialer for the kernel's two minutes."""
+
+ACCEPT_BACKLOG: Final = 1024
+_ACCEPT_PAUSE: Final = 0.1
+# Errors that mean "this machine is out of something": accepting again at once would only spin.
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+class Transport(Protocol):
+    """A connected, ordered, bidirectional byte pipe. At most one task waits in each direction."""
+
+    @property
+    def peer(self) -> str:
+        """The other end's address, for messages and logs."""
+
+    def recv_nowait(self, max_bytes: int) -> bytes | None:
+        """Return what has arrived, b"" at the peer's end of file, None when nothing has; raise LinkError if broken."""
+
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> int:
+        """Hand over as much as fits now and return that count (0: none fits); raise LinkError when broken."""
+
+    async def wait_readable(self) -> None:
+        """Return when `recv_nowait` has something to say; raise LinkError once closed on this side."""
+
+    async def wait_writable(self) -> None:
+        """Return when `send_nowait` can take something; raise LinkError once closed on this side."""
+
+    def close(self) -> None:
+        """Drop the pipe now, without lingering. Closing twice is allowed; waiters are woken with LinkError."""
+
+
+class Listener(Protocol):
+    """Where transports come in."""
+
+    @property
+    def address(self) -> str:
+        """The bound address as `host:port`, dialable by the matching dialer."""
+
+    async def accept(self) -> Transport:
+        """Wait for the next peer; raise LinkError once closed."""
+
+    def close(self) -> None:
+        """Refuse further peers and wake the acceptor."""
+
+
+Dialer = Callable[[str], Awaitable[Transport]]
+"""Takes `host:port`, returns a connected transport or raises LinkError. Who dials owns the deadline."""
+
+
+class SocketTransport:
+    """A connected TCP socket."""
+
+    __slots__ = ("_socket", "peer")
+
+    def __init__(self, sock: socket.socket, *, peer: str) -> None:
+        sock.setblocking(False)
+        # Tokens are small and must not wait for an acknowledgement of the one before (Nagle).
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self.peer = peer
+
+    def __repr__(self) -> str:
+        state = "closed" if self._socket.fileno() < 0 else "open"
+        return f"<SocketTransport {self.peer} {state}>"
+
+    def recv_nowait(self, max_bytes: int) -> bytes | None:
+        try:
+            return self._socket.recv(max_bytes)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise LinkError(f"connection to {self.peer} broke while reading: {exc.strerror or exc}") from exc
+
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as exc:
+            raise LinkError(f"connection to {self.peer} broke while writing: {exc.strerror or exc}") from exc
+
+    async def wait_readable(self) -> None:
+        try:
+            await trio.lowlevel.wait_readable(self._socket)
+        except (trio.ClosedResourceError, OSError, ValueError) as exc:
+            raise LinkError(f"connection to {self.peer} is closed") from exc
+
+    async def wait_writable(self) -> None:
+        try:
+            await trio.lowlevel.wait_writable(self._socket)
+        except (trio.ClosedResourceError, OSError, ValueError) as exc:
+            raise LinkError(f"connection to {self.peer} is closed") from exc
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
+
+
+class TcpListener:
+    """A bound TCP socket; `address` tells the port the system chose."""
+
+    __slots__ = ("_socket", "address")
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self.address = _format_address(sock.getsockname())
+
+    def __repr__(self) -> str:
+        return f"<TcpListener {self.address}>"
+
+    async def accept(self) -> Transport:
+        while True:
+            try:
+                await trio.lowlevel.wait_readable(self._socket)
+                sock, peer = self._socket.accept()
+            except BlockingIOError:
+                continue
+            except (trio.ClosedResourceError, ValueError) as exc:
+                raise LinkError(f"listener {self.address} is closed") from exc
+            except OSError as exc:
+                if self._socket.fileno() < 0:
+                    raise LinkError(f"listener {self.address} is closed") from exc
+                # A peer that left in the queue costs nothing; being out of descriptors costs a pause.
+                if exc.errno in _EXHAUSTED:
+                    await trio.sleep(_ACCEPT_PAUSE)
+                continue
+            return SocketTransport(sock, peer=_format_address(peer))
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
+
+
+async def open_tcp_listener(host: str, *, port: int) -> TcpListener:
+    """Bind `host:port` (port 0: the system chooses) and listen. Raises OSError as the system words it."""
+    addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, proto, _, address = addresses[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        # A router that restarts must get its port back while old connections linger in TIME_WAIT.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(ACCEPT_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return TcpListener(sock)
+
+
+async def dial_tcp(address: str) -> Transport:
+    """Connect to `host:port` within CONNECT_TIMEOUT; raises LinkError with the reason otherwise."""
+    host, port = split_address(address)
+    with trio.move_on_after(CONNECT_TIMEOUT):
+        try:
+            stream = await trio.open_tcp_stream(host, port)
+        except OSError as exc:
+            raise LinkError(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+        # trio's socket is only needed for the handshake; afterwards reads and writes are ours (module docstring).
+        return SocketTransport(socket.socket(fileno=stream.socket.detach()), peer=address)
+    raise LinkError(f"cannot connect to {address}: no answer within {CONNECT_TIMEOUT:g} s")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port` or `[v6]:port`; raises LinkError when the port is missing or no number."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise LinkError(f"address {address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _format_address(sockname: tuple[str, int] | tuple[str, int, int, int]) -> str:
+    host, port = sockname[0], sockname[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
