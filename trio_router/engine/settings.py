@@ -1,0 +1,113 @@
+"""What a reference worker is told before it starts, and the faults it can be told to have while it runs.
+
+Plain records; they know nothing of the code that reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, unique
+from typing import Final
+
+from ..errors import ConfigError
+
+
+@unique
+class Role(StrEnum):
+    """What a worker is in the fleet. Prefill and decode workers run the same engine with a KV connector."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PLAIN = "plain"
+
+    @property
+    def kv_role(self) -> str:
+        """The word `GetServerInfo` uses; empty without a connector."""
+        return {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.PLAIN: ""}[self]
+
+
+_COUNTS: Final = ("block_size", "num_blocks", "max_num_seqs", "max_context_length", "max_batched_tokens", "tp_size")
+_POSITIVE: Final = ("prefill_tokens_per_second", "lease_seconds", "handshake_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One worker. Durations in seconds, sizes in tokens or blocks as named.
+
+    The defaults are a small, quick machine: 65,536 tokens of cache, a token every 5 ms for each sequence.
+    """
+
+    name: str
+    role: str = Role.PLAIN
+    """A `Role` or its value."""
+    model_name: str = "tiny-english"
+    block_size: int = 16
+    num_blocks: int = 4096
+    max_num_seqs: int = 256
+    max_context_length: int = 8192
+    max_batched_tokens: int = 2048
+    """Prompt tokens that one step may compute: a longer prompt is prefilled in chunks, between decode steps."""
+    prefill_tokens_per_second: float = 50_000.0
+    inter_token_seconds: float = 0.005
+    """Length of a decode step; 0 decodes as fast as the machine can."""
+    lease_seconds: float = 30.0
+    """How long a prefill worker holds a handoff that nobody pulls; a waiting decode worker renews it."""
+    handshake_seconds: float = 5.0
+    """How long a decode worker tries to reach a side channel before it gives the load up."""
+    transfer_address: str = "127.0.0.1:0"
+    """Where to listen for other workers' pulls. Only read by whoever opens the listener."""
+    tp_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "role", Role(self.role))
+        except ValueError:
+            roles = ", ".join(role.value for role in Role)
+            raise ConfigError(f"worker {self.name!r}: role {self.role!r} is none of {roles}") from None
+        for field in _COUNTS:
+            if getattr(self, field) < 1:
+                raise ConfigError(f"worker {self.name!r}: {field} must be at least 1, not {getattr(self, field)}")
+        for field in _POSITIVE:
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"worker {self.name!r}: {field} must be above 0, not {getattr(self, field)}")
+        if self.inter_token_seconds < 0:
+            raise ConfigError(f"worker {self.name!r}: inter_token_seconds must not be negative")
+        if self.num_blocks * self.block_size < self.max_context_length:
+            # One sequence must always fit, or a preempted one could wait for ever.
+            raise ConfigError(
+                f"worker {self.name!r}: {self.num_blocks} blocks of {self.block_size} tokens cannot hold one context"
+                f" of {self.max_context_length}; raise num_blocks or lower max_context_length"
+            )
+
+    @property
+    def has_connector(self) -> bool:
+        """Whether KV params mean anything to this worker."""
+        return self.role != Role.PLAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What is wrong with a worker just now. Replaced as a whole while it runs; the default is nothing.
+
+    Rates are probabilities per request, drawn from the worker's own seeded source.
+    """
+
+    error_rate: float = 0.0
+    """Ends with an OK stream and finish reason "error", before the first token."""
+    load_error_rate: float = 0.0
+    """The same, but only for requests that have a handoff to pull."""
+    raise_rate: float = 0.0
+    """Fails with INTERNAL and no details, as an engine exception does."""
+    refuse_admission: bool = False
+    """Refuses every Generate with UNAVAILABLE, as a full request queue does."""
+    drop_handoff: bool = False
+    """Prefill legs finish without KV params and pin nothing."""
+    hang: bool = False
+    """Steps stop; the service goes on answering."""
+    hold_prefill: bool = False
+    """Prefill legs are computed but do not produce their token until this is lifted."""
+    hold_pull: bool = False
+    """Decode legs that have been admitted do not begin to pull until this is lifted."""
+    first_frame_delay_seconds: float = 0.0
+    """Time between a request's KV being ready and its first token."""
