@@ -1,0 +1,197 @@
+"""Header lists on the wire: HPACK both ways with bounds, and what RFC 9113 8.2 and 8.3 call well-formed.
+
+Responsible for compression state and for refusing malformed or oversized lists. Must not know gRPC's own headers
+(`te`, `content-type`, `grpc-*`): which requests are acceptable is the business of `rpc`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import hpack
+
+from trio_router.errors import ProtocolViolation, TooLarge
+from trio_router.http2.frames import ErrorCode
+
+Headers = list[tuple[bytes, bytes]]
+
+# Ends of what we decode at all, as a multiple of the list size we admit. Up to it only the stream fails, for the
+# compression state is still sound; beyond it the block is not read to its end, so the connection is lost with it.
+HARD_LIMIT_FACTOR: Final = 4
+# An honest peer fills its frames, so even the hard limit needs few CONTINUATION frames; a flood sends thousands
+# of empty ones.
+MAX_CONTINUATIONS: Final = 64
+# Our encoder's table: the protocol's default. A peer that offers more gets no more, it is memory per connection
+# on both sides.
+MAX_ENCODER_TABLE_BYTES: Final = 4096
+# RFC 9113 6.5.2: what one field costs besides its bytes.
+FIELD_OVERHEAD: Final = 32
+
+# Never entered into the compression table: secrets (RFC 7541 7.1.3), and values that never repeat, which would
+# only push out those that do and cost a scan of the table for each later header.
+NEVER_INDEXED: Final = frozenset(
+    {
+        b"authorization",
+        b"proxy-authorization",
+        b"cookie",
+        b"set-cookie",
+        b"grpc-timeout",
+        b"grpc-message",
+        b"grpc-status-details-bin",
+        b"traceparent",
+        b"x-request-id",
+    }
+)
+
+_CONNECTION_SPECIFIC: Final = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+)
+_REQUEST_PSEUDO: Final = frozenset({b":method", b":scheme", b":path", b":authority"})
+_RESPONSE_PSEUDO: Final = frozenset({b":status"})
+_NO_PSEUDO: Final[frozenset[bytes]] = frozenset()
+# RFC 9113 8.2.1: visible lower-case ASCII without a colon.
+_NAME: Final = re.compile(rb"[!-9;-@\[-~]+").fullmatch
+_BAD_IN_VALUE: Final = re.compile(rb"[\x00\r\n]").search
+_STATUS: Final = re.compile(rb"[1-9][0-9][0-9]").fullmatch
+_EDGE_SPACE: Final = b" \t"
+
+
+class HeaderEncoder:
+    """The compression state of what we send. A block that was encoded must reach the peer, in the order of encoding."""
+
+    __slots__ = ("_hpack",)
+
+    def __init__(self) -> None:
+        self._hpack = hpack.Encoder()
+
+    def encode(self, headers: Headers) -> bytes:
+        """One header block. Without Huffman coding: it would save a few bytes for three times the CPU."""
+        fields = [(name, value, name in NEVER_INDEXED) for name, value in headers]
+        return self._hpack.encode(fields, huffman=False)
+
+    def limit_table(self, peer_limit: int) -> None:
+        """Follow the peer's HEADER_TABLE_SIZE; the change is announced in the next block."""
+        size = min(peer_limit, MAX_ENCODER_TABLE_BYTES)
+        # Setting the same value again would make hpack forget a change it has not announced yet.
+        if size != self._hpack.header_table_size:
+            self._hpack.header_table_size = size
+
+
+class HeaderDecoder:
+    """The compression state of what we receive. Every block must pass through, even one for a stream that is gone."""
+
+    __slots__ = ("_hpack",)
+
+    def __init__(self, *, max_list_bytes: int) -> None:
+        self._hpack = hpack.Decoder(max_header_list_size=max_list_bytes * HARD_LIMIT_FACTOR)
+
+    def decode(self, block: bytes) -> Headers:
+        """A complete header block as raw pairs. Raises `ProtocolViolation`, always fatal for the connection."""
+        try:
+            return list(self._hpack.decode(block, raw=True))
+        except hpack.OversizedHeaderListError as error:
+            raise ProtocolViolation(str(error), h2_code=ErrorCode.ENHANCE_YOUR_CALM) from error
+        except (hpack.HPACKError, IndexError) as error:  # hpack indexes past the end of some truncated literals
+            raise ProtocolViolation(
+                f"header block cannot be decoded: {error}", h2_code=ErrorCode.COMPRESSION_ERROR
+            ) from error
+
+
+class HeaderBlock:
+    """A header block that arrives in several frames (RFC 9113 6.10), bounded in bytes and in frames."""
+
+    __slots__ = ("_frames", "_limit", "_parts", "end_stream", "stream_id")
+
+    def __init__(self, *, stream_id: int, end_stream: bool, first: bytes, max_list_bytes: int) -> None:
+        self.stream_id = stream_id
+        self.end_stream = end_stream
+        self._limit = max_list_bytes * HARD_LIMIT_FACTOR
+        self._parts = bytearray()
+        self._frames = -1
+        self.add(first)
+
+    def add(self, fragment: bytes) -> None:
+        """Take the next fragment. Raises `ProtocolViolation` (ENHANCE_YOUR_CALM) beyond either bound."""
+        self._parts += fragment
+        self._frames += 1
+        if len(self._parts) > self._limit or self._frames > MAX_CONTINUATIONS:
+            raise ProtocolViolation(
+                f"header block of more than {self._limit} bytes or {MAX_CONTINUATIONS} CONTINUATION frames",
+                h2_code=ErrorCode.ENHANCE_YOUR_CALM,
+            )
+
+    def content(self) -> bytes:
+        """The whole block."""
+        return bytes(self._parts)
+
+
+def check_size(headers: Headers, *, limit: int) -> TooLarge | None:
+    """What to say of a list over `limit` bytes as RFC 9113 6.5.2 counts them; None if it is within."""
+    size = sum(len(name) + len(value) + FIELD_OVERHEAD for name, value in headers)
+    if size > limit:
+        return TooLarge(f"header list of {size} bytes is over max_header_list_bytes ({limit})")
+    return None
+
+
+def check_request(headers: Headers) -> ProtocolViolation | None:
+    """Why `headers` is no well-formed request (8.3.1), or None. Any method passes: refusing GET is the server's
+    choice.
+
+    CONNECT, which has no path, is malformed here: nothing above could serve it.
+    """
+    problem = _check(headers, pseudo=_REQUEST_PSEUDO)
+    if problem is None:
+        present = dict(headers)
+        for name in (b":method", b":scheme", b":path"):
+            if not present.get(name):
+                problem = f"request without {name.decode()}"
+                break
+    return ProtocolViolation(problem) if problem else None
+
+
+def check_response(headers: Headers) -> ProtocolViolation | None:
+    """Why `headers` is no well-formed response (8.3.2), final or informational, or None."""
+    problem = _check(headers, pseudo=_RESPONSE_PSEUDO)
+    if problem is None:
+        status = status_of(headers)
+        if status is None or not _STATUS(status) or status == b"101":  # 101 does not exist in HTTP/2 (8.6)
+            problem = f"response status {status!r}"
+    return ProtocolViolation(problem) if problem else None
+
+
+def check_trailers(headers: Headers) -> ProtocolViolation | None:
+    """Why `headers` is no well-formed trailer section (8.1), or None."""
+    problem = _check(headers, pseudo=_NO_PSEUDO)
+    return ProtocolViolation(problem) if problem else None
+
+
+def status_of(headers: Headers) -> bytes | None:
+    """The value of `:status`, if there is one where it belongs."""
+    for name, value in headers:
+        if name == b":status":
+            return value
+    return None
+
+
+def _check(headers: Headers, *, pseudo: frozenset[bytes]) -> str | None:
+    """The rules that all header lists share (8.2, 8.3); the first one broken, in words."""
+    seen: set[bytes] = set()
+    regular = False
+    for name, value in headers:
+        if name.startswith(b":"):
+            if name not in pseudo:
+                return f"pseudo-header {name!r} does not belong here"
+            if regular or name in seen:
+                return f"pseudo-header {name!r} is repeated or comes late"
+            seen.add(name)
+        else:
+            regular = True
+            if not _NAME(name):
+                return f"header name {name!r} has characters that are not allowed"
+            if name in _CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
+                return f"connection-specific header {name!r}"
+        if _BAD_IN_VALUE(value) or (value.strip(_EDGE_SPACE) != value and name != b"grpc-message"):
+            # gRPC leaves spaces of a status message as they are, so an honest peer's may begin or end with one.
+            return f"value of header {name!r} has characters that are not allowed"
+    return None

@@ -1,0 +1,162 @@
+"""What leaves a connection: finished frames in order, and the streams whose DATA waits for credit or room.
+
+Responsible for the order of output, the connection's send window, and sharing it fairly: queued DATA leaves in
+frames of at most 16 KiB, one per stream in turn. Must not know what the peer sends, nor why a stream ends.
+
+Header blocks enter the compression state when they enter the output, and what has entered it always leaves,
+whatever happens to the stream: otherwise the peer's table would drift from ours (RFC 9113 4.3). Trailers behind
+queued data are therefore kept unencoded until their turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from trio_router.http2 import frames
+from trio_router.http2.framing import PREFIX, PREFIX_BYTES
+from trio_router.http2.headers import HeaderEncoder
+from trio_router.http2.streams import Stream
+
+# Messages go straight into the output only while it is shorter than this; behind a transport that blocks they
+# queue per stream, where they take turns and where their sender can see them. As much as one take_output() hands
+# over by default.
+DIRECT_LIMIT_BYTES: Final = 262_144
+# Do not cut a queued message into scraps just to fill the last bytes of an output.
+MIN_FRAGMENT_BYTES: Final = 1024
+
+
+class Outbox:
+    """The output of one connection. `window` and `size` are read and lowered by the connection's own fast path."""
+
+    __slots__ = ("_drained", "_encoder", "_on_ended", "_ring", "parts", "size", "window")
+
+    def __init__(self, *, encoder: HeaderEncoder, on_ended: Callable[[Stream], None]) -> None:
+        self.parts: list[bytes | memoryview] = []
+        self.size = 0
+        self.window = frames.DEFAULT_WINDOW
+        self._encoder = encoder
+        self._on_ended = on_ended
+        # Streams with queued bytes and a positive window of their own, in the order of their turns.
+        self._ring: OrderedDict[int, Stream] = OrderedDict()
+        self._drained: dict[int, Stream] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether `take` would return anything now."""
+        return bool(self.parts) or (self.window > 0 and bool(self._ring))
+
+    def add(self, frame: bytes) -> None:
+        """Append a finished frame."""
+        self.parts.append(frame)
+        self.size += len(frame)
+
+    def add_headers(self, stream: Stream, headers: list[tuple[bytes, bytes]], *, end_stream: bool) -> None:
+        """Encode a header list and append it."""
+        self.add(frames.header_frames(stream.id, self._encoder.encode(headers), end_stream=end_stream))
+
+    def enqueue(self, stream: Stream, messages: list[bytes]) -> None:
+        """Keep messages until both windows and the output have room for them."""
+        if stream.queue is None:
+            stream.queue = deque()
+        queue = stream.queue
+        size = 0
+        for message in messages:
+            queue.append(PREFIX.pack(0, len(message)))
+            queue.append(message)
+            size += PREFIX_BYTES + len(message)
+        stream.queued_bytes += size
+        self.wake(stream)
+
+    def wake(self, stream: Stream) -> None:
+        """The stream's window or queue has grown: let it take turns if it can send."""
+        if stream.queued_bytes and stream.send_window > 0:
+            self._ring[stream.id] = stream
+
+    def drop(self, stream: Stream) -> None:
+        """Forget what a stream has queued."""
+        if stream.queued_bytes:
+            self._set_drained(stream)
+        stream.ending = None
+
+    def take_drained(self) -> list[Stream]:
+        """Streams whose queue has become empty (sent or dropped) since the last call."""
+        drained = list(self._drained.values())
+        self._drained.clear()
+        return drained
+
+    def take(self, max_bytes: int) -> bytes:
+        """The next bytes for the transport: at most `max_bytes`, unless a single part is larger."""
+        if self._ring and self.window > 0 and self.size < max_bytes:
+            self._pump(max_bytes)
+        parts = self.parts
+        if self.size <= max_bytes:
+            self.parts = []
+            self.size = 0
+            return b"".join(parts)
+        count = size = 0
+        for part in parts:
+            if count and size + len(part) > max_bytes:
+                break
+            size += len(part)
+            count += 1
+        output = b"".join(parts[:count])
+        del parts[:count]
+        self.size -= size
+        return output
+
+    def _pump(self, max_bytes: int) -> None:
+        """Move queued DATA into the output, a frame per stream and turn, until credit or `max_bytes` run out."""
+        ring = self._ring
+        while ring and self.window > 0:
+            stream = next(iter(ring.values()))
+            length = min(frames.SEND_FRAME_BYTES, stream.queued_bytes, stream.send_window, self.window)
+            room = max_bytes - self.size - frames.FRAME_HEADER.size
+            if length > room:
+                if self.parts and room < MIN_FRAGMENT_BYTES:
+                    return
+                length = max(room, 1)
+            self._emit(stream, length)
+            if stream.id in ring:
+                ring.move_to_end(stream.id)
+
+    def _emit(self, stream: Stream, length: int) -> None:
+        """One DATA frame of `length` queued bytes, and behind the last one whatever ends the stream."""
+        ending = stream.ending
+        last = length == stream.queued_bytes
+        self.add(frames.data_header(stream.id, length, end_stream=last and ending == []))
+        self.parts += _cut(stream.queue, length) if stream.queue else ()
+        self.size += length
+        self.window -= length
+        stream.send_window -= length
+        stream.queued_bytes -= length
+        if last:
+            self._set_drained(stream)
+            if ending:
+                self.add_headers(stream, ending, end_stream=True)
+            if ending is not None:
+                stream.ending = None
+                self._on_ended(stream)
+        elif stream.send_window <= 0:
+            del self._ring[stream.id]
+
+    def _set_drained(self, stream: Stream) -> None:
+        stream.queue = None
+        stream.queued_bytes = 0
+        self._ring.pop(stream.id, None)
+        self._drained[stream.id] = stream
+
+
+def _cut(queue: deque[bytes | memoryview], length: int) -> list[bytes | memoryview]:
+    """Take exactly `length` bytes from the front of a queue that has them."""
+    pieces: list[bytes | memoryview] = []
+    while length:
+        piece = queue.popleft()
+        if len(piece) > length:
+            view = memoryview(piece)
+            queue.appendleft(view[length:])
+            piece = view[:length]
+        pieces.append(piece)
+        length -= len(piece)
+    return pieces
