@@ -12,7 +12,7 @@ from typing import Final, final
 from trio_router.errors import LinkError, ProtocolViolation
 from trio_router.http2 import frames
 from trio_router.http2.core import MAX_DEBUG_BYTES, Core, GoAway
-from trio_router.http2.frames import FRAME_HEADER, MESSAGE_HEADER, SEND_FRAME_BYTES, ErrorCode
+from trio_router.http2.frames import MESSAGE_HEADER, SEND_FRAME_BYTES, ErrorCode
 from trio_router.http2.framing import PREFIX_BYTES, join
 from trio_router.http2.headers import Headers
 from trio_router.http2.inbound import Inbound
@@ -21,7 +21,6 @@ from trio_router.http2.settings import Http2Settings
 from trio_router.http2.streams import Role, State, Stream
 
 _DEFAULTS: Final = Http2Settings()
-_FRAME_HEADER_BYTES: Final = FRAME_HEADER.size
 _pack_message = MESSAGE_HEADER.pack
 
 
@@ -75,7 +74,7 @@ class Connection:
     def __repr__(self) -> str:
         core = self._core
         state = "failed" if core.error else "lost" if core.lost else "going away" if core.goaway_received else "open"
-        return f"<Connection {core.role.value} {state} streams={len(core.streams)} output={self._outbox.size}>"
+        return f"<Connection {core.role.value} {state} streams={len(core.streams)}>"
 
     # -- the transport's side
 
@@ -103,10 +102,9 @@ class Connection:
     def take_output(self, max_bytes: int = DIRECT_LIMIT_BYTES) -> bytes:
         """The next bytes for the transport: finished frames, then queued DATA in turns; b"" when there is nothing.
 
-        At most `max_bytes`, unless one part alone (16 KiB and a frame header) is larger. What is returned counts
-        as sent.
+        At most `max_bytes`, which may end inside a frame; what is returned counts as sent.
         """
-        self._core.patience.answers_left()
+        self._core.patience.answers = 0
         return self._outbox.take(max_bytes)
 
     def take_drained(self) -> list[Stream]:
@@ -127,7 +125,7 @@ class Connection:
         core = self._core
         stream = core.new_stream(core.next_id, state=State.AWAITING)
         core.next_id += 2
-        stream.started = stream.sendable = True
+        stream.started = stream.sendable = stream.flowing = True
         self._outbox.add_headers(stream, headers, end_stream=False)
         return stream
 
@@ -141,7 +139,7 @@ class Connection:
             return
         if stream.local_ended or stream.ending is not None or (stream.started and not end_stream):
             raise RuntimeError(f"headers out of order on {stream!r}")
-        stream.sendable = not end_stream
+        stream.sendable = stream.flowing = not end_stream
         if stream.queued_bytes:
             stream.ending = headers
             return
@@ -161,17 +159,9 @@ class Connection:
             message = messages[0]
             size = len(message) + PREFIX_BYTES
             outbox = self._outbox
-            if (
-                size <= stream.send_window
-                and size <= outbox.window
-                and size <= SEND_FRAME_BYTES
-                and outbox.size < DIRECT_LIMIT_BYTES
-                and stream.sendable
-                and not stream.queued_bytes
-            ):
+            if size <= stream.send_window and size <= outbox.direct and size <= SEND_FRAME_BYTES and stream.flowing:
                 stream.send_window -= size
-                outbox.window -= size
-                outbox.size += size + _FRAME_HEADER_BYTES
+                outbox.direct -= size
                 outbox.parts.append(_pack_message(size << 8, 0, stream.id, 0, size - PREFIX_BYTES) + message)
                 return
         self._send_several(stream, messages, end_stream=end_stream)
@@ -183,13 +173,12 @@ class Connection:
             raise RuntimeError(f"messages out of order on {stream!r}")
         outbox = self._outbox
         size = sum(map(len, messages)) + PREFIX_BYTES * len(messages)
-        room = min(stream.send_window, outbox.window, SEND_FRAME_BYTES)
-        if size > room or stream.queued_bytes or outbox.size >= DIRECT_LIMIT_BYTES:
+        if not stream.flowing or size > min(stream.send_window, outbox.direct, SEND_FRAME_BYTES):
             if size:
                 outbox.enqueue(stream, messages)
         elif size:
             stream.send_window -= size
-            outbox.window -= size
+            outbox.direct -= size
             outbox.add(frames.data_header(stream.id, size, end_stream=end_stream) + join(messages))
             if end_stream:
                 self._core.local_end(stream)
@@ -203,7 +192,7 @@ class Connection:
             return
         if not stream.sendable:
             raise RuntimeError(f"end before the headers of {stream!r}")
-        stream.sendable = False
+        stream.sendable = stream.flowing = False
         if stream.queued_bytes:
             stream.ending = []
         else:

@@ -36,6 +36,7 @@ class Core:
 
     __slots__ = (
         "batch",
+        "credit_mark",
         "encoder",
         "error",
         "goaway_received",
@@ -51,6 +52,7 @@ class Core:
         "refuse_above",
         "role",
         "settings",
+        "stream_credit_mark",
         "streams",
         "touched",
         "uncredited",
@@ -78,7 +80,10 @@ class Core:
         self.patience = Patience()
         # Our INITIAL_WINDOW_SIZE binds the peer from its ACK on (RFC 9113 6.5.3); until then it may use the default.
         self.receive_window = frames.DEFAULT_WINDOW
-        self.uncredited = 0  # received on the connection since its last WINDOW_UPDATE
+        self.stream_credit_mark = self.receive_window // 2  # see `Stream.credit`
+        # Received on the connection since its last WINDOW_UPDATE, and how much of it is worth the next one.
+        self.uncredited = 0
+        self.credit_mark = settings.connection_window_bytes // 2
         self._announce()
 
     def _announce(self) -> None:
@@ -142,7 +147,7 @@ class Core:
     def local_end(self, stream: Stream) -> None:
         """Our END_STREAM has entered the output."""
         stream.local_ended = True
-        stream.sendable = False
+        stream.sendable = stream.flowing = False
         if stream.remote_ended:
             self.close(stream)
         elif self.role is Role.SERVER:
@@ -165,8 +170,7 @@ class Core:
         """Take a stream out of the books. Its messages stay readable."""
         stream.state = State.CLOSED
         stream.closed = True
-        stream.plain = False
-        stream.sendable = False
+        stream.plain = stream.sendable = stream.flowing = False
         stream.assembler = None
         self.outbox.drop(stream)
         self.streams.pop(stream.id, None)
@@ -177,6 +181,13 @@ class Core:
         self.patience.answer()
 
     # -- flow control of what we receive
+
+    def set_receive_window(self, window: int) -> None:
+        """From now on the peer may send `window` bytes of each stream on credit; open streams follow (6.9.2)."""
+        for stream in self.streams.values():
+            stream.receive_left += window - self.receive_window
+        self.receive_window = window
+        self.stream_credit_mark = window // 2
 
     def return_credit(self, stream: Stream) -> None:
         """Give back what is owed to the stream's peer, if it is worth a frame. Unread messages owe nothing yet."""

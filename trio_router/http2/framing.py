@@ -61,9 +61,11 @@ class Assembler:
             chunk = bytes(self._partial) + chunk
             self._partial.clear()
         size = len(chunk)
+        limit = self._limit
         while size - at >= PREFIX_BYTES:
             mark, length = PREFIX.unpack_from(chunk, at)
-            check_prefix(mark, length, limit=self._limit)
+            if mark or length > limit:
+                check_prefix(mark, length, limit=limit)
             at += PREFIX_BYTES
             end = at + length
             if end > size:

@@ -80,7 +80,6 @@ class Inbound:
         end = self._take_preface(data) if self._preface_due else 0
         if not self._preface_due:
             end = self._take_frames(data, end)
-            self._core.return_connection_credit()
         if end < len(data):
             buffer += data[end:] if end else data
 
@@ -141,7 +140,9 @@ class Inbound:
             at = end
         if received:
             core.uncredited += received
-            core.patience.useful()
+            core.patience.idle_frames = 0
+        if core.uncredited >= core.credit_mark:
+            core.return_connection_credit()
         return at
 
     def _oversized(self, data: bytes, length: int) -> ProtocolViolation:
@@ -232,7 +233,7 @@ class Inbound:
             return False
         stream.plain = not assembler.pending
         if len(stream.messages) > before:
-            self._core.patience.useful()
+            self._core.patience.idle_frames = 0
         return True
 
     # -- header lists
@@ -280,7 +281,7 @@ class Inbound:
         if problem is not None:
             core.fail_stream(stream, problem, code=ErrorCode.PROTOCOL_ERROR)
             return
-        core.patience.useful()
+        core.patience.idle_frames = 0
         core.touch(stream)
         if rule.action is not Action.TRAILERS:
             stream.headers = headers
@@ -302,7 +303,7 @@ class Inbound:
         if refusal is not None:
             core.answer(frames.rst_stream(stream_id, refusal))
             return
-        core.patience.useful()
+        core.patience.idle_frames = 0
         stream = core.new_stream(stream_id, state=State.RECEIVING)
         stream.headers = headers
         core.touch(stream)
@@ -356,13 +357,10 @@ class Inbound:
             self._core.outbox.wake(stream)
 
     def _grow_connection_window(self, increment: int) -> None:
-        outbox = self._core.outbox
-        window = credit.grown(outbox.window, increment)
         if increment == 0:
             raise ProtocolViolation("WINDOW_UPDATE of 0 on the connection")
-        if window is None:
+        if not self._core.outbox.grow(increment):
             raise ProtocolViolation("the connection's window overflows", h2_code=ErrorCode.FLOW_CONTROL_ERROR)
-        outbox.window = window
 
     def _on_settings(self, flags: int, _stream_id: int, payload: bytes) -> None:
         if flags & frames.ACK:
@@ -404,10 +402,7 @@ class Inbound:
             core.patience.idle_frame()
             return
         self._settings_unacked = False
-        change = core.settings.stream_window_bytes - core.receive_window
-        core.receive_window += change
-        for stream in core.streams.values():
-            stream.receive_left += change
+        core.set_receive_window(core.settings.stream_window_bytes)
 
     def _on_ping(self, flags: int, _stream_id: int, payload: bytes) -> None:
         core = self._core

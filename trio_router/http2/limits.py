@@ -25,45 +25,41 @@ MAX_UNANSWERED_RESETS: Final = 10_000
 
 
 class Patience:
-    """The three counts of one connection. Every method raises `ProtocolViolation` when its limit is passed."""
+    """The three counts of one connection. Every method raises `ProtocolViolation` when its limit is passed.
 
-    __slots__ = ("_answers", "_idle_frames", "_unanswered_resets")
+    * `answers`: queued only because the peer sent something; set to 0 when output is handed to the transport.
+    * `idle_frames`: in a row that carried nothing; set to 0 by a request, a response or a message.
+    * `unanswered_resets`: requests reset before anything was sent for them, less those that were answered.
+    """
+
+    __slots__ = ("answers", "idle_frames", "unanswered_resets")
 
     def __init__(self) -> None:
-        self._answers = 0
-        self._idle_frames = 0
-        self._unanswered_resets = 0
+        self.answers = 0
+        self.idle_frames = 0
+        self.unanswered_resets = 0
 
     def answer(self) -> None:
         """A frame was queued only because the peer sent one."""
-        self._answers += 1
-        if self._answers > MAX_PENDING_ANSWERS:
-            raise _calm(f"{self._answers} answers that the peer has not read")
-
-    def answers_left(self) -> None:
-        """Queued answers have been handed to the transport."""
-        self._answers = 0
+        self.answers += 1
+        if self.answers > MAX_PENDING_ANSWERS:
+            raise _calm(f"{self.answers} answers that the peer has not read")
 
     def idle_frame(self) -> None:
         """A frame came that carries nothing."""
-        self._idle_frames += 1
-        if self._idle_frames > MAX_IDLE_FRAMES:
-            raise _calm(f"{self._idle_frames} frames in a row that carry nothing")
-
-    def useful(self) -> None:
-        """A request, response or message came."""
-        self._idle_frames = 0
+        self.idle_frames += 1
+        if self.idle_frames > MAX_IDLE_FRAMES:
+            raise _calm(f"{self.idle_frames} frames in a row that carry nothing")
 
     def unanswered_reset(self) -> None:
         """The peer reset a request to which we had sent nothing."""
-        self._unanswered_resets += 1
-        if self._unanswered_resets > MAX_UNANSWERED_RESETS:
-            raise _calm(f"{self._unanswered_resets} requests reset before an answer")
+        self.unanswered_resets += 1
+        if self.unanswered_resets > MAX_UNANSWERED_RESETS:
+            raise _calm(f"{self.unanswered_resets} requests reset before an answer")
 
     def answered(self) -> None:
         """We sent response headers."""
-        if self._unanswered_resets:
-            self._unanswered_resets -= 1
+        self.unanswered_resets = max(0, self.unanswered_resets - 1)
 
 
 def _calm(why: str) -> ProtocolViolation:

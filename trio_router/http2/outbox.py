@@ -14,28 +14,29 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from trio_router.http2 import frames
+from trio_router.http2 import credit, frames
 from trio_router.http2.framing import PREFIX, PREFIX_BYTES
 from trio_router.http2.headers import HeaderEncoder
 from trio_router.http2.streams import Stream
 
-# Messages go straight into the output only while it is shorter than this; behind a transport that blocks they
-# queue per stream, where they take turns and where their sender can see them. As much as one take_output() hands
-# over by default.
+# How much of messages may go straight into the output between two takes; behind a transport that blocks they queue
+# per stream, where they take turns and where their sender can see them. As much as one take hands over by default.
 DIRECT_LIMIT_BYTES: Final = 262_144
-# Do not cut a queued message into scraps just to fill the last bytes of an output.
-MIN_FRAGMENT_BYTES: Final = 1024
 
 
 class Outbox:
-    """The output of one connection. `window` and `size` are read and lowered by the connection's own fast path."""
+    """The output of one connection.
 
-    __slots__ = ("_drained", "_encoder", "_on_ended", "_ring", "parts", "size", "window")
+    The connection's send window is kept in two parts whose sum it is: `direct` is set aside for messages that go
+    straight into `parts` (the sender lowers it, and nothing else, for each), the rest is for queued data.
+    """
+
+    __slots__ = ("_drained", "_encoder", "_on_ended", "_rest", "_ring", "direct", "parts")
 
     def __init__(self, *, encoder: HeaderEncoder, on_ended: Callable[[Stream], None]) -> None:
         self.parts: list[bytes | memoryview] = []
-        self.size = 0
-        self.window = frames.DEFAULT_WINDOW
+        self.direct = frames.DEFAULT_WINDOW
+        self._rest = 0
         self._encoder = encoder
         self._on_ended = on_ended
         # Streams with queued bytes and a positive window of their own, in the order of their turns.
@@ -45,12 +46,23 @@ class Outbox:
     @property
     def pending(self) -> bool:
         """Whether `take` would return anything now."""
-        return bool(self.parts) or (self.window > 0 and bool(self._ring))
+        return bool(self.parts) or (bool(self._ring) and self.window > 0)
+
+    @property
+    def window(self) -> int:
+        """What the peer lets this connection send in all."""
+        return self._rest + self.direct
+
+    def grow(self, increment: int) -> bool:
+        """The peer gave connection credit; False if that is more than a window can be."""
+        if credit.grown(self.window, increment) is None:
+            return False
+        self._rest += increment
+        return True
 
     def add(self, frame: bytes) -> None:
         """Append a finished frame."""
         self.parts.append(frame)
-        self.size += len(frame)
 
     def add_headers(self, stream: Stream, headers: list[tuple[bytes, bytes]], *, end_stream: bool) -> None:
         """Encode a header list and append it."""
@@ -67,6 +79,7 @@ class Outbox:
             queue.append(message)
             size += PREFIX_BYTES + len(message)
         stream.queued_bytes += size
+        stream.flowing = False
         self.wake(stream)
 
     def wake(self, stream: Stream) -> None:
@@ -87,37 +100,29 @@ class Outbox:
         return drained
 
     def take(self, max_bytes: int) -> bytes:
-        """The next bytes for the transport: at most `max_bytes`, unless a single part is larger."""
-        if self._ring and self.window > 0 and self.size < max_bytes:
+        """The next bytes for the transport, at most `max_bytes`; they may end anywhere, even inside a frame."""
+        rest = self._rest = self._rest + self.direct
+        if self._ring:
             self._pump(max_bytes)
-        parts = self.parts
-        if self.size <= max_bytes:
-            self.parts = []
-            self.size = 0
-            return b"".join(parts)
-        count = size = 0
-        for part in parts:
-            if count and size + len(part) > max_bytes:
-                break
-            size += len(part)
-            count += 1
-        output = b"".join(parts[:count])
-        del parts[:count]
-        self.size -= size
+            rest = self._rest
+        self.direct = direct = rest if rest < DIRECT_LIMIT_BYTES else DIRECT_LIMIT_BYTES
+        self._rest = rest - direct
+        output = b"".join(self.parts)
+        self.parts = []
+        if len(output) > max_bytes:
+            self.parts.append(output[max_bytes:])
+            output = output[:max_bytes]
         return output
 
     def _pump(self, max_bytes: int) -> None:
         """Move queued DATA into the output, a frame per stream and turn, until credit or `max_bytes` run out."""
         ring = self._ring
-        while ring and self.window > 0:
+        room = max_bytes - sum(map(len, self.parts))
+        while ring and self._rest > 0 and room > 0:
             stream = next(iter(ring.values()))
-            length = min(frames.SEND_FRAME_BYTES, stream.queued_bytes, stream.send_window, self.window)
-            room = max_bytes - self.size - frames.FRAME_HEADER.size
-            if length > room:
-                if self.parts and room < MIN_FRAGMENT_BYTES:
-                    return
-                length = max(room, 1)
+            length = min(frames.SEND_FRAME_BYTES, stream.queued_bytes, stream.send_window, self._rest)
             self._emit(stream, length)
+            room -= frames.FRAME_HEADER.size + length
             if stream.id in ring:
                 ring.move_to_end(stream.id)
 
@@ -127,8 +132,7 @@ class Outbox:
         last = length == stream.queued_bytes
         self.add(frames.data_header(stream.id, length, end_stream=last and ending == []))
         self.parts += _cut(stream.queue, length) if stream.queue else ()
-        self.size += length
-        self.window -= length
+        self._rest -= length
         stream.send_window -= length
         stream.queued_bytes -= length
         if last:
@@ -144,6 +148,7 @@ class Outbox:
     def _set_drained(self, stream: Stream) -> None:
         stream.queue = None
         stream.queued_bytes = 0
+        stream.flowing = stream.sendable
         self._ring.pop(stream.id, None)
         self._drained[stream.id] = stream
 

@@ -199,6 +199,7 @@ class Stream:
         "core",
         "ending",
         "failure",
+        "flowing",
         "headers",
         "id",
         "local_ended",
@@ -248,6 +249,7 @@ class Stream:
         # Sending. `started`: our headers are out (or in the output list, which is the same to the compression state).
         self.started = False
         self.sendable = False  # messages are welcome
+        self.flowing = False  # and none is queued, so that the next may go straight into the output
         self.send_window = send_window
         self.queue: deque[bytes | memoryview] | None = None
         self.ending: Headers | None = None  # trailers that follow the queue; an empty list is a bare END_STREAM
@@ -264,8 +266,9 @@ class Stream:
     def credit(self) -> None:
         """All messages taken so far have been consumed: let the peer send as much again, in batches."""
         self.taken = False
-        if not self.remote_ended and not self.closed:
-            self.core.return_credit(self)
+        core = self.core
+        if self.receive_left <= core.stream_credit_mark and not self.remote_ended and not self.closed:
+            core.return_credit(self)
 
     def __repr__(self) -> str:
         flags = [name for name in ("refused", "lost", "closed") if getattr(self, name)]
