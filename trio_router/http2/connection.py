@@ -11,7 +11,7 @@ from typing import Final, final
 
 from trio_router.errors import LinkError, ProtocolViolation
 from trio_router.http2 import frames
-from trio_router.http2.core import MAX_DEBUG_BYTES, Core, GoAway
+from trio_router.http2.core import Core, GoAway
 from trio_router.http2.frames import MESSAGE_HEADER, SEND_FRAME_BYTES, ErrorCode
 from trio_router.http2.framing import PREFIX_BYTES, join
 from trio_router.http2.headers import Headers
@@ -215,6 +215,4 @@ class Connection:
 
     def go_away(self, code: int = ErrorCode.NO_ERROR, debug: bytes = b"") -> None:
         """Say that no stream above the newest seen one will be served; those that are open go on."""
-        core = self._core
-        core.refuse_above = core.last_peer_id if core.refuse_above is None else core.refuse_above
-        self._outbox.add(frames.goaway(core.refuse_above, code, debug[:MAX_DEBUG_BYTES]))
+        self._core.go_away(code, debug=debug)

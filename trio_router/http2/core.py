@@ -138,11 +138,11 @@ class Core:
         stream.plain = False
         stream.remote_ended = True
         if stream.assembler is not None and stream.assembler.pending:
-            self.fail_stream(
-                stream, ProtocolViolation("the stream ended inside a message"), code=ErrorCode.PROTOCOL_ERROR
-            )
+            self.fail_stream(stream, ProtocolViolation("the stream ended inside a message"))
         elif stream.local_ended:
             self.close(stream)
+        elif self.role is Role.CLIENT:
+            self._end_early(stream)
 
     def local_end(self, stream: Stream) -> None:
         """Our END_STREAM has entered the output."""
@@ -151,14 +151,19 @@ class Core:
         if stream.remote_ended:
             self.close(stream)
         elif self.role is Role.SERVER:
-            # The answer is complete, so the rest of the request is not wanted (RFC 9113 8.1).
-            self.reset(stream, code=ErrorCode.NO_ERROR)
+            self._end_early(stream)
 
-    def fail_stream(self, stream: Stream, error: ProtocolViolation | TooLarge, *, code: int) -> None:
+    def _end_early(self, stream: Stream) -> None:
+        """The response is complete and the request is not: nobody wants the rest of it (RFC 9113 8.1)."""
+        self.reset(stream, code=ErrorCode.NO_ERROR)
+
+    def fail_stream(self, stream: Stream, error: ProtocolViolation | TooLarge) -> None:
         """The peer broke the rules on this stream alone."""
         stream.failure = error
         self.touch(stream)
-        self.reset(stream, code=code)
+        # ENHANCE_YOUR_CALM is what gRPC reads as RESOURCE_EXHAUSTED.
+        self.reset(stream, code=error.h2_code if isinstance(error, ProtocolViolation) else ErrorCode.ENHANCE_YOUR_CALM)
+        self.patience.answer()
 
     def reset(self, stream: Stream, *, code: int) -> None:
         """End both sides now; RST_STREAM unless both had ended anyway."""
@@ -214,8 +219,13 @@ class Core:
         self.error = violation
         for stream in self.lose_all():
             self.touch(stream)
-        debug = violation.message.encode()[:MAX_DEBUG_BYTES]
-        self.outbox.add(frames.goaway(self.last_peer_id, violation.h2_code, debug))
+        self.go_away(violation.h2_code, debug=violation.message.encode())
+
+    def go_away(self, code: int, *, debug: bytes) -> None:
+        """Send a GOAWAY, and refuse streams above its last id from then on. A second one never raises that id (6.8)."""
+        if self.refuse_above is None:
+            self.refuse_above = self.last_peer_id
+        self.outbox.add(frames.goaway(self.refuse_above, code, debug[:MAX_DEBUG_BYTES]))
 
     def lose_all(self) -> list[Stream]:
         """Every open stream becomes lost and closed."""

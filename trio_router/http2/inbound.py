@@ -182,12 +182,10 @@ class Inbound:
         if rule.action is Action.FAIL_CONNECTION:
             raise ProtocolViolation(rule.why, h2_code=rule.code)
         if rule.action is Action.FAIL_STREAM and stream is not None:
-            self._core.fail_stream(stream, ProtocolViolation(rule.why, h2_code=rule.code), code=rule.code)
-        else:
-            self._core.patience.idle_frame()
+            self._fail_stream(stream, rule.why, rule.code)
 
     def _fail_stream(self, stream: Stream, why: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:
-        self._core.fail_stream(stream, ProtocolViolation(why, h2_code=code), code=code)
+        self._core.fail_stream(stream, ProtocolViolation(why, h2_code=code))
 
     # -- messages
 
@@ -195,14 +193,14 @@ class Inbound:
         core = self._core
         core.uncredited += len(payload)
         end = bool(flags & frames.END_STREAM)
+        if not payload and not end:
+            core.patience.idle_frame()
         stream = core.streams.get(stream_id)
         rule = core.rule(stream, stream_id, Input.DATA_END if end else Input.DATA)
         if stream is None or rule.action not in _DELIVERING:
             self._refuse(stream, rule)
             return
         body = frames.without_padding(FrameType.DATA, flags, payload) if flags & frames.PADDED else payload
-        if not body and not end:
-            core.patience.idle_frame()
         stream.receive_left -= len(payload)
         if stream.receive_left < 0:
             self._fail_stream(stream, "DATA beyond the flow-control window", ErrorCode.FLOW_CONTROL_ERROR)
@@ -224,12 +222,8 @@ class Inbound:
         before = len(stream.messages)
         try:
             assembler.feed(body, into=stream.messages)
-        except ProtocolViolation as error:
-            self._core.fail_stream(stream, error, code=ErrorCode.PROTOCOL_ERROR)
-            return False
-        except TooLarge as error:
-            # The code that gRPC reads as RESOURCE_EXHAUSTED.
-            self._core.fail_stream(stream, error, code=ErrorCode.ENHANCE_YOUR_CALM)
+        except (ProtocolViolation, TooLarge) as error:
+            self._core.fail_stream(stream, error)
             return False
         stream.plain = not assembler.pending
         if len(stream.messages) > before:
@@ -273,13 +267,15 @@ class Inbound:
         if rule.action is Action.OPEN:
             self._open_request(stream_id, headers, end=end)
             return
+        if event is Input.INFORMATIONAL:
+            core.patience.idle_frame()
         check = _CHECKS.get(rule.action)
         if stream is None or check is None:
             self._refuse(stream, rule)
             return
         problem = check(headers) or check_size(headers, limit=core.settings.max_header_list_bytes)
         if problem is not None:
-            core.fail_stream(stream, problem, code=ErrorCode.PROTOCOL_ERROR)
+            core.fail_stream(stream, problem)
             return
         core.patience.idle_frames = 0
         core.touch(stream)
@@ -368,7 +364,7 @@ class Inbound:
             self._settings_acked()
             return
         core = self._core
-        values = parse_settings(payload)
+        values = parse_settings(payload, from_server=core.role is Role.CLIENT)
         peer = core.peer
         if self._settings_due:
             self._settings_due = False

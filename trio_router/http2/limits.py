@@ -16,8 +16,9 @@ from trio_router.http2.frames import ErrorCode
 # each, so 170 kB. A client that opens a thousand streams before it has read our SETTINGS is honest; ten thousand
 # unread answers are not.
 MAX_PENDING_ANSWERS: Final = 10_000
-# Frames in a row that carry nothing (empty DATA, PRIORITY, unknown types, frames for closed streams), with no
-# message or request between them. A reset of many streams with frames in flight gives a few hundred.
+# Frames in a row that carry nothing (empty DATA, PRIORITY, unknown types, informational headers, acks of nothing), with
+# no message or request between them. Frames that come late for closed streams do not count: the reset of a thousand
+# streams with tokens in flight leaves a hundred thousand of them, and nobody is to blame.
 MAX_IDLE_FRAMES: Final = 20_000
 # Requests that were reset before we answered them at all, less those we did answer: "rapid reset". A front that
 # drops its whole load at once stays below it, since at most max_concurrent_streams can be open.

@@ -102,10 +102,13 @@ class Outbox:
     def take(self, max_bytes: int) -> bytes:
         """The next bytes for the transport, at most `max_bytes`; they may end anywhere, even inside a frame."""
         rest = self._rest = self._rest + self.direct
+        limit = DIRECT_LIMIT_BYTES
         if self._ring:
             self._pump(max_bytes)
             rest = self._rest
-        self.direct = direct = rest if rest < DIRECT_LIMIT_BYTES else DIRECT_LIMIT_BYTES
+            # Whoever waits in the ring has most of the next output, however much is sent directly.
+            limit = max_bytes // 4
+        self.direct = direct = rest if rest < limit else limit
         self._rest = rest - direct
         output = b"".join(self.parts)
         self.parts = []

@@ -87,7 +87,7 @@ class PeerSettings:
     initial_window: int = DEFAULT_WINDOW
 
 
-def parse_settings(payload: bytes) -> dict[int, int]:
+def parse_settings(payload: bytes, *, from_server: bool) -> dict[int, int]:
     """The last value of each identifier in a SETTINGS payload, every occurrence validated (6.5.2).
 
     Only the last matters for each: between two values of one frame nothing is sent, so applying both would be the
@@ -101,14 +101,14 @@ def parse_settings(payload: bytes) -> dict[int, int]:
     for start in range(0, len(payload), 6):
         number = int.from_bytes(payload[start : start + 2], "big")
         value = int.from_bytes(payload[start + 2 : start + 6], "big")
-        _validate(number, value)
+        _validate(number, value, from_server=from_server)
         values[number] = value
     return values
 
 
-def _validate(number: int, value: int) -> None:
-    if number == SettingId.ENABLE_PUSH and value > 1:
-        raise ProtocolViolation(f"ENABLE_PUSH is {value}; only 0 and 1 exist")
+def _validate(number: int, value: int, *, from_server: bool) -> None:
+    if number == SettingId.ENABLE_PUSH and value > (0 if from_server else 1):
+        raise ProtocolViolation(f"ENABLE_PUSH is {value}")
     if number == SettingId.INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
         raise ProtocolViolation(f"INITIAL_WINDOW_SIZE is {value}", h2_code=ErrorCode.FLOW_CONTROL_ERROR)
     if number == SettingId.MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:

@@ -30,14 +30,20 @@ if TYPE_CHECKING:
     from trio_router.http2.headers import Headers
 
 
-class Role(Enum):
+class _Symbol(Enum):
+    """Hashed by identity: the table below is read for every frame off the fast path, and the usual hash is slow."""
+
+    __hash__ = object.__hash__
+
+
+class Role(_Symbol):
     """Which end of the connection we are."""
 
     CLIENT = "client"
     SERVER = "server"
 
 
-class State(Enum):
+class State(_Symbol):
     """What the peer has done with a stream so far."""
 
     IDLE = "never opened"
@@ -47,7 +53,7 @@ class State(Enum):
     CLOSED = "over, by both ends or a reset"
 
 
-class Input(Enum):
+class Input(_Symbol):
     """What a peer can do to a stream."""
 
     INFORMATIONAL = "a 1xx header list"
