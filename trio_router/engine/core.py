@@ -140,10 +140,10 @@ class Core:
     def load_failed(self, sequence: Sequence, *, now: float) -> None:
         """A pull came to nothing: the request ends with an error the caller may retry, and without a token."""
         self.pulling.remove(sequence)
-        self.counters.failed_pulls += 1
         if sequence.phase is Phase.FINISHED:
             self._drop_blocks(sequence)
         else:
+            self.counters.failed_pulls += 1
             self._end(sequence, finish=Finish(reason=FinishReason.ERROR), token_ids=[], now=now)
 
     # ---- steps

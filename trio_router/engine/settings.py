@@ -22,7 +22,7 @@ class Role(StrEnum):
 
     @property
     def kv_role(self) -> str:
-        """The word `GetServerInfo` uses; empty without a connector."""
+        """The connector's word for it; empty where there is no connector."""
         return {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.PLAIN: ""}[self]
 
 
@@ -79,6 +79,11 @@ class WorkerSettings:
                 f"worker {self.name!r}: {self.num_blocks} blocks of {self.block_size} tokens cannot hold one context"
                 f" of {self.max_context_length}; raise num_blocks or lower max_context_length"
             )
+
+    @property
+    def kv_role(self) -> str:
+        """The word `GetServerInfo` uses for the role; empty without a connector."""
+        return Role(self.role).kv_role
 
     @property
     def has_connector(self) -> bool:

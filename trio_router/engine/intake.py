@@ -1,0 +1,145 @@
+"""From a GenerateRequest to sequences: the servicer's checks in the servicer's order.
+
+Pure. A request that cannot be run raises BadRequest with the words the real servicer or its engine uses, as far as
+clients can tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import betterproto
+
+from ..errors import BadRequest
+from ..protocol.messages import GenerateRequest, MultimodalInputs
+from .handoff import NOTHING, KvParams, read_directive
+from .model import Model, StopStrings
+from .sampling import SamplingPlan, plan_sampling
+from .sequence import Outlet, Sequence
+from .settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A request that passed every check."""
+
+    request_id: str
+    prompt: list[int]
+    plan: SamplingPlan
+    streaming: bool
+    params: KvParams | None
+
+
+def input_type(request: GenerateRequest) -> str | None:
+    """Which input the request carries: "tokenized", "text" or None."""
+    return betterproto.which_one_of(request, "input")[0] or None
+
+
+def media_batches(request: GenerateRequest) -> list[MultimodalInputs]:
+    """Preprocessed media: the one batch, if it is there at all, and every extra one."""
+    first = [request.mm_inputs] if betterproto.serialized_on_wire(request.mm_inputs) else []
+    return [*first, *request.extra_mm_inputs]
+
+
+def is_preprocessed(batch: MultimodalInputs) -> bool:
+    """Whether a batch has pixels or tensors, and not only hashes and placeholders."""
+    return betterproto.serialized_on_wire(batch.pixel_values) or bool(batch.model_specific_tensors)
+
+
+def has_media_refs(request: GenerateRequest) -> bool:
+    return betterproto.serialized_on_wire(request.media_refs)
+
+
+def log_line(request: GenerateRequest) -> str:
+    """The servicer's one INFO line for each Generate. Others scrape it: word for word, vLLM servicer 0.14.1."""
+    preprocessed = any(is_preprocessed(batch) for batch in media_batches(request))
+    refs = len(request.media_refs.items) if has_media_refs(request) else 0
+    return (
+        f"Generate request {request.request_id}: input_type={input_type(request)}, stream={request.stream},"
+        f" preprocessed_mm={preprocessed}, media_refs={refs}, dp_rank={request.data_parallel_rank}"
+    )
+
+
+def take_order(request: GenerateRequest, *, params: KvParams | None, model: Model, settings: WorkerSettings) -> Order:
+    """Check everything but the KV params, which come before. Raises BadRequest."""
+    _refuse_media(request, params=params)
+    plan = plan_sampling(request.sampling_params, vocab_size=model.vocab_size)
+    if request.data_parallel_rank not in (None, 0):
+        raise BadRequest(f"data_parallel_rank {request.data_parallel_rank} is out of range [0, 1).")
+    if input_type(request) == "tokenized":
+        prompt = request.tokenized.input_ids
+    else:
+        # An unset input arrives at the engine as an empty text.
+        prompt = model.tokenizer.encode(request.text or "", add_special_tokens=True)
+    if plan.truncate_prompt_tokens is not None and plan.truncate_prompt_tokens >= 0:
+        prompt = prompt[max(0, len(prompt) - plan.truncate_prompt_tokens) :]
+    _check_prompt(prompt, vocab_size=model.vocab_size, limit=settings.max_context_length)
+    return Order(request_id=request.request_id, prompt=prompt, plan=plan, streaming=request.stream, params=params)
+
+
+def _refuse_media(request: GenerateRequest, *, params: KvParams | None) -> None:
+    batches = media_batches(request)
+    tokenized = input_type(request) == "tokenized"
+    if has_media_refs(request):
+        if not tokenized or batches:
+            raise BadRequest(
+                "media_refs requires tokenized input and cannot be combined with preprocessed multimodal inputs"
+            )
+        raise BadRequest("media_refs sent but this worker has no media processor")
+    if not tokenized or not batches:
+        # Media beside a text prompt are ignored, as the servicer ignores them.
+        return
+    preprocessed = [batch for batch in batches if is_preprocessed(batch)]
+    if params is None and any(not betterproto.serialized_on_wire(batch.pixel_values) for batch in preprocessed):
+        raise BadRequest(
+            "multimodal payload carries grid tensors but no pixel_values and no kv_transfer_params;"
+            " a pixel-less leg requires remote KV"
+        )
+    raise BadRequest("this model takes text only; it has no use for multimodal inputs")
+
+
+def _check_prompt(prompt: list[int], *, vocab_size: int, limit: int) -> None:
+    if not prompt:
+        raise BadRequest("The prompt is empty: at least one token is needed.")
+    if max(prompt) >= vocab_size:
+        raise BadRequest(f"Token id {max(prompt)} is out of vocabulary.")
+    if len(prompt) >= limit:
+        raise BadRequest(f"The prompt (length {len(prompt)}) leaves no room in the maximum model length of {limit}.")
+
+
+def make_sequences(
+    order: Order,
+    *,
+    outlet: Outlet,
+    model: Model,
+    settings: WorkerSettings,
+    new_id: Callable[[], str],
+    draw_seed: Callable[[], int],
+) -> list[Sequence]:
+    """One sequence for each choice. With several choices each has an internal id of its own, and one handoff is
+    offered to all of them: the first to pull it frees the blocks under the others, as on a real engine."""
+    plan = order.plan
+    directive = NOTHING
+    if settings.has_connector and order.params:
+        directive = read_directive(order.params, prompt_blocks=-(-len(order.prompt) // settings.block_size))
+    seed = 0
+    if not plan.greedy:
+        seed = draw_seed() if plan.seed is None else plan.seed & 0xFFFF_FFFF
+    internal_id = f"{order.request_id}-{new_id()}"
+    return [
+        Sequence(
+            internal_id=internal_id if plan.n == 1 else f"{index}_{internal_id}",
+            external_id=order.request_id,
+            index=index,
+            prompt=order.prompt,
+            plan=plan,
+            outlet=outlet,
+            context_limit=settings.max_context_length,
+            eos_token_id=model.language.eos_token_id,
+            seed=seed,
+            directive=directive,
+            stop_text=StopStrings(model.tokenizer, plan=plan) if plan.stop else None,
+        )
+        for index in range(plan.n)
+    ]

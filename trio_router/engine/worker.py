@@ -1,0 +1,102 @@
+"""Opens a reference worker: one engine, its gRPC server and its side channel, on listeners it is given.
+
+It binds nothing itself, so it runs on sockets and on memory links alike, and on any clock trio has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import trio
+
+from ..rpc.transport import Dialer, Listener, dial_tcp
+from ..scopes import plain_errors
+from .core import Core
+from .counters import Counters
+from .ledger import Pin
+from .model import Model, load_model
+from .scheduler import Engine
+from .servicer import Servicer
+from .settings import Faults, WorkerSettings
+
+
+class Worker:
+    """A running reference worker, from the side of whoever started it. Made by `open_worker`."""
+
+    def __init__(self, settings: WorkerSettings, *, address: str, transfer_address: str, engine: Engine) -> None:
+        self.settings = settings
+        self.address = address
+        """Where its gRPC services are."""
+        self.transfer_address = transfer_address
+        """Where other workers pull from it."""
+        self.engine = engine
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.settings.name} {self.settings.role} at {self.address} {self.engine!r}>"
+
+    @property
+    def engine_id(self) -> str:
+        return self.engine.core.engine_id
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since it started; the record itself, so it goes on changing."""
+        return self.engine.core.counters
+
+    @property
+    def ledger(self) -> Mapping[str, Pin]:
+        """Handoffs it holds blocks for, by internal request id."""
+        return self.engine.core.ledger.pins
+
+    @property
+    def faults(self) -> Faults:
+        """What is wrong with it now; assign another record to change that."""
+        return self.engine.faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        self.engine.set_faults(faults)
+
+    def kill_engine(self) -> None:
+        """The engine dies as of now; the service goes on and says so."""
+        self.engine.kill()
+
+
+@asynccontextmanager
+async def open_worker(
+    settings: WorkerSettings,
+    *,
+    listener: Listener,
+    transfer_listener: Listener,
+    dialer: Dialer = dial_tcp,
+    model: Model | None = None,
+) -> AsyncIterator[Worker]:
+    """Serve until the block is left; calls under way are then cancelled and both listeners closed.
+
+    `dialer` reaches other workers' side channels. `model` defaults to the one in the package.
+    """
+    # Not a secret: the seed makes a run repeatable, the name keeps two workers of one seed apart.
+    rng = random.Random(f"{settings.seed}/{settings.name}")  # noqa: S311
+    model = model or load_model()
+    core = Core(
+        settings,
+        language=model.language,
+        engine_id=f"{settings.name}-{rng.getrandbits(48):012x}",
+        transfer_address=transfer_listener.address,
+        draw=rng.random,
+    )
+    engine = Engine(core, dialer=dialer, draw=rng.random)
+    server = Servicer(engine, model=model, rng=rng).server()
+    worker = Worker(settings, address=listener.address, transfer_address=transfer_listener.address, engine=engine)
+    try:
+        with plain_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.run, transfer_listener, name=f"engine of {settings.name}")
+                await nursery.start(server.serve, listener)
+                yield worker
+                nursery.cancel_scope.cancel()
+    finally:
+        listener.close()
+        transfer_listener.close()
