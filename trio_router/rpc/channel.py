@@ -1,0 +1,249 @@
+"""The client side: a channel dials when a call needs it, and looks to betterproto's stubs like their own.
+
+It owns the tasks of its links and nothing of the calls made on them: leaving a call is the caller's synchronous
+bookkeeping (`ClientCall.cancel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import betterproto
+import trio
+from grpclib.const import Cardinality, Status
+from grpclib.metadata import Deadline
+
+from ..errors import LinkError
+from ..http2.connection import Connection
+from ..http2.settings import Http2Settings
+from ..http2.streams import Role
+from ..protocol.codec import decode, encode
+from ..scopes import plain_errors
+from .call import ClientCall, open_call
+from .link import Link
+from .metadata import MetadataLike, Origin, RpcError, request_headers
+from .transport import Dialer, dial_tcp
+
+Request = TypeVar("Request", bound=betterproto.Message)
+Reply = TypeVar("Reply", bound=betterproto.Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelSettings:
+    """How a channel connects. `connect_timeout` is in seconds and covers resolving, dialing and nothing else."""
+
+    connect_timeout: float = 10.0
+    http2: Http2Settings = field(default_factory=Http2Settings)
+
+
+class Channel:
+    """Calls to one address. Made by `open_channel`."""
+
+    def __init__(self, address: str, *, nursery: trio.Nursery, dialer: Dialer, settings: ChannelSettings) -> None:
+        self.address = address
+        self._nursery = nursery
+        self._dialer = dialer
+        self._settings = settings
+        self.links: list[Link] = []
+        self._dialing = trio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.address} {self.links}>"
+
+    async def call(
+        self, path: str, message: bytes, *, metadata: MetadataLike = (), timeout: float | None = None
+    ) -> ClientCall:
+        """Open a call and send its one request message.
+
+        Dials first when no link is usable (the only time this waits). The request leaves in one write where the windows
+        allow. `timeout` (seconds) goes to the peer and is kept here too. Raises LinkError when the peer cannot be
+        reached.
+        """
+        link = await self._usable_link()
+        call = self._open(link, path, metadata=metadata, timeout=timeout)
+        call.send_nowait([message], end=True)
+        link.flush()
+        return call
+
+    async def start(self, path: str, *, metadata: MetadataLike = (), timeout: float | None = None) -> ClientCall:
+        """Open a call and send its headers only; messages follow by `ClientCall.send`."""
+        link = await self._usable_link()
+        call = self._open(link, path, metadata=metadata, timeout=timeout)
+        link.flush()
+        return call
+
+    def request(
+        self,
+        route: str,
+        cardinality: Cardinality,
+        request_type: type[Request],
+        reply_type: type[Reply],
+        *,
+        timeout: float | None = None,
+        deadline: Deadline | None = None,
+        metadata: MetadataLike | None = None,
+    ) -> StubStream[Request, Reply]:
+        """What betterproto's generated stubs call. Opens no scope and no nursery.
+
+        Streaming stubs are async generators: iterate them under `contextlib.aclosing`, or the call stays open when you
+        stop early. A bidirectional stub is refused: the generated code would start an asyncio task.
+        """
+        if cardinality.client_streaming and cardinality.server_streaming:
+            raise TypeError(
+                f"{route}: bidirectional stubs of betterproto 2.0.0b7 need asyncio; open the call with Channel.start, "
+                "send with ClientCall.send in a task of your own and read with ClientCall.receive"
+            )
+        if deadline is not None:
+            remaining = deadline.time_remaining()
+            timeout = remaining if timeout is None else min(timeout, remaining)
+        return StubStream(
+            self,
+            route,
+            reply_type=reply_type,
+            single=not cardinality.server_streaming,
+            timeout=timeout,
+            metadata=metadata,
+        )
+
+    def close(self) -> None:
+        """End every link now; calls on them fail with UNAVAILABLE."""
+        for link in self.links:
+            link.connection.go_away()
+            link.flush()
+            link.close(LinkError(f"the channel to {self.address} was closed"))
+
+    def _open(self, link: Link, path: str, *, metadata: MetadataLike, timeout: float | None) -> ClientCall:
+        headers = request_headers(path, authority=self.address, metadata=metadata, timeout=timeout)
+        deadline = None if timeout is None else trio.current_time() + timeout
+        return open_call(link, headers, path=path, deadline=deadline)
+
+    async def _usable_link(self) -> Link:
+        link = self._pick()
+        if link is not None:
+            return link
+        async with self._dialing:
+            # Whoever held the lock before may have dialed for us, too.
+            return self._pick() or await self._dial()
+
+    def _pick(self) -> Link | None:
+        for link in self.links:
+            if link.usable:
+                return link
+        return None
+
+    async def _dial(self) -> Link:
+        limit = self._settings.connect_timeout
+        with trio.move_on_after(limit):
+            transport = await self._dialer(self.address)
+            link = Link(transport, Connection(Role.CLIENT, settings=self._settings.http2))
+            self.links = [old for old in self.links if old.closed_because is None] + [link]
+            self._nursery.start_soon(link.run, name=f"link to {self.address}")
+            return link
+        raise LinkError(f"cannot connect to {self.address}: no answer within {limit:g} s")
+
+
+@asynccontextmanager
+async def open_channel(
+    address: str, *, dialer: Dialer = dial_tcp, settings: ChannelSettings | None = None
+) -> AsyncIterator[Channel]:
+    """A channel to `host:port` that lives as long as the block; its links end with it."""
+    with plain_errors():
+        async with trio.open_nursery() as nursery:
+            channel = connect_channel(nursery, address, dialer=dialer, settings=settings)
+            try:
+                yield channel
+            finally:
+                channel.close()
+                nursery.cancel_scope.cancel()
+
+
+def connect_channel(
+    nursery: trio.Nursery, address: str, *, dialer: Dialer = dial_tcp, settings: ChannelSettings | None = None
+) -> Channel:
+    """The same with a nursery of the caller's, who ends the links by `close` or by cancelling it."""
+    return Channel(address, nursery=nursery, dialer=dialer, settings=settings or ChannelSettings())
+
+
+class StubStream(Generic[Request, Reply]):
+    """One call as betterproto's stubs drive it: typed messages, GRPCError for everything that is not OK."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        route: str,
+        *,
+        reply_type: type[Reply],
+        single: bool,
+        timeout: float | None,
+        metadata: MetadataLike | None,
+    ) -> None:
+        self._channel = channel
+        self._route = route
+        self._reply_type = reply_type
+        self._single = single
+        self._timeout = timeout
+        self._metadata = metadata or ()
+        self._call: ClientCall | None = None
+
+    async def __aenter__(self) -> StubStream[Request, Reply]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    async def send_request(self) -> None:
+        try:
+            self._call = await self._channel.start(self._route, metadata=self._metadata, timeout=self._timeout)
+        except LinkError as exc:
+            raise _unreachable(exc) from exc
+
+    async def send_message(self, message: Request, *, end: bool = False) -> None:
+        data = encode(message)
+        if self._call is None and end:
+            try:
+                self._call = await self._channel.call(self._route, data, metadata=self._metadata, timeout=self._timeout)
+            except LinkError as exc:
+                raise _unreachable(exc) from exc
+            return
+        if self._call is None:
+            await self.send_request()
+        await self._opened().send(data, end=end)
+
+    async def end(self) -> None:
+        self._opened().end_sending()
+
+    async def recv_message(self) -> Reply | None:
+        call = self._opened()
+        data = await call.receive()
+        if data is None:
+            if self._single:
+                raise RpcError(Status.INTERNAL, "the peer ended OK without a reply", origin=Origin.PEER)
+            return None
+        if self._single and await call.receive() is not None:
+            raise RpcError(Status.INTERNAL, "the peer sent two replies to a unary call", origin=Origin.PEER)
+        return decode(self._reply_type, data)
+
+    def __aiter__(self) -> StubStream[Request, Reply]:
+        return self
+
+    async def __anext__(self) -> Reply:
+        message = await self.recv_message()
+        if message is None:
+            raise StopAsyncIteration
+        return message
+
+    def _opened(self) -> ClientCall:
+        if self._call is None:
+            raise RuntimeError(f"{self._route}: nothing has been sent yet")
+        return self._call
+
+
+def _unreachable(exc: LinkError) -> RpcError:
+    return RpcError(Status.UNAVAILABLE, str(exc), origin=Origin.REFUSED)

@@ -1,0 +1,207 @@
+"""The server side: accepts transports and runs one task per call, under its connection's nursery.
+
+Serves betterproto's generated service bases unchanged, and raw handlers that take and give bytes. A handler ends a
+call with a status by raising grpclib's GRPCError; it is cancelled when the client leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import isasyncgen
+from typing import Any, Final, Protocol
+
+import trio
+from grpclib.const import Handler, Status
+from grpclib.exceptions import GRPCError
+
+from ..errors import LinkError, RouterError
+from ..http2.connection import Connection
+from ..http2.settings import Http2Settings
+from ..http2.streams import Role
+from ..protocol.codec import decode, encode
+from .link import Link
+from .servercall import ServerCall
+from .transport import Listener, Transport
+
+_log: Final = logging.getLogger(__name__)
+
+RawHandler = Callable[[ServerCall], Awaitable[None]]
+
+
+class Service(Protocol):
+    """What betterproto's generated service bases provide."""
+
+    def __mapping__(self) -> dict[str, Handler]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Bounds of a server. `max_connections` keeps descriptors below the system's limit."""
+
+    max_connections: int = 1024
+    http2: Http2Settings = field(default_factory=Http2Settings)
+
+
+class Server:
+    """A gRPC server on any number of listeners. `serve` owns every task; `drain` lets it end by itself."""
+
+    def __init__(
+        self,
+        services: Iterable[Service] = (),
+        *,
+        raw: Mapping[str, RawHandler] | None = None,
+        settings: ServerSettings | None = None,
+    ) -> None:
+        self._handlers: dict[str, RawHandler] = {}
+        for service in services:
+            self._handlers.update(_typed_handlers(service))
+        # A raw handler replaces the generated method of the same path.
+        self._handlers.update(raw or {})
+        self._settings = settings or ServerSettings()
+        self._links: dict[Link, None] = {}
+        self._listeners: list[Listener] = []
+        self._draining = False
+        self.calls_in_flight = 0
+
+    def __repr__(self) -> str:
+        return f"<Server {len(self._links)} connections, {self.calls_in_flight} calls>"
+
+    async def serve(self, listener: Listener, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Accept until cancelled (every call is cancelled with it) or drained (returns when the last call has
+        ended).
+        """
+        self._listeners.append(listener)
+        task_status.started()
+        async with trio.open_nursery() as connections:
+            while True:
+                try:
+                    transport = await listener.accept()
+                except LinkError:
+                    return
+                if len(self._links) >= self._settings.max_connections:
+                    transport.close()
+                    continue
+                connections.start_soon(self._serve_connection, transport, name=f"gRPC client {transport.peer}")
+
+    def drain(self) -> None:
+        """Take no new connections or calls; calls under way go on. Who wants a deadline puts a scope around `serve`."""
+        self._draining = True
+        for listener in self._listeners:
+            listener.close()
+        for link in list(self._links):
+            link.connection.go_away()
+            link.flush()
+            self._end_if_idle(link)
+
+    def _end_if_idle(self, link: Link) -> None:
+        if self._draining and not link.connection.open_streams:
+            link.finish(LinkError("the server is draining"))
+
+    async def _serve_connection(self, transport: Transport) -> None:
+        async with trio.open_nursery() as calls:
+            link: Link
+            link = Link(
+                transport,
+                Connection(Role.SERVER, settings=self._settings.http2),
+                # The call takes its stream here and not in its task: the next batch may come before that runs.
+                on_stream=lambda stream: calls.start_soon(self._serve_call, link, ServerCall(link, stream)),
+            )
+            self._links[link] = None
+            try:
+                await link.run()
+            finally:
+                del self._links[link]
+            calls.cancel_scope.cancel()
+
+    async def _serve_call(self, link: Link, call: ServerCall) -> None:
+        self.calls_in_flight += 1
+        try:
+            with call.scope:
+                await self._run_handler(call)
+            if call.timed_out:
+                call.finish(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+        finally:
+            self.calls_in_flight -= 1
+            call.leave()
+            self._end_if_idle(link)
+
+    async def _run_handler(self, call: ServerCall) -> None:
+        problem = call.problem
+        handler = self._handlers.get(call.path)
+        if problem is None and handler is None:
+            problem = GRPCError(Status.UNIMPLEMENTED, f"no method {call.path} here")
+        if problem is not None or handler is None:
+            call.fail(problem or GRPCError(Status.INTERNAL))
+            return
+        try:
+            await handler(call)
+        except GRPCError as exc:
+            call.fail(exc)
+        except RouterError as exc:
+            call.fail(GRPCError(exc.grpc_status, exc.message))
+        except Exception:  # noqa: BLE001  # the edge of a job or handler: logged, and nothing else is harmed
+            # One handler's bug is that call's failure; its text stays in our log and out of the client's hands.
+            _log.exception("handler of %s failed", call.path)
+            call.fail(GRPCError(Status.INTERNAL, "internal error"))
+        else:
+            call.finish(Status.OK, None)
+
+
+def _typed_handlers(service: Service) -> dict[str, RawHandler]:
+    # betterproto's helper iterates a handler's generator without ever closing it; shadowed on the instance, so that a
+    # handler which is left early runs its own cleanup at once and in its own task.
+    service._call_rpc_handler_server_stream = _stream_replies  # type: ignore[attr-defined]  # see above
+    return {path: partial(_run_typed, handler) for path, handler in service.__mapping__().items()}
+
+
+async def _stream_replies(handler: Callable[[Any], Any], stream: _TypedStream, request: Any) -> None:
+    replies = handler(request)
+    if isasyncgen(replies):
+        async with aclosing(replies):
+            async for reply in replies:
+                await stream.send_message(reply)
+    elif isinstance(replies, AsyncIterable):
+        async for reply in replies:
+            await stream.send_message(reply)
+    else:
+        # The method does not override the generated one, which is a coroutine that raises UNIMPLEMENTED.
+        await replies
+
+
+async def _run_typed(handler: Handler, call: ServerCall) -> None:
+    await handler.func(_TypedStream(call, handler))
+
+
+class _TypedStream:
+    """A call as betterproto's generated bases drive it."""
+
+    def __init__(self, call: ServerCall, handler: Handler) -> None:
+        self._call = call
+        self._request_type = handler.request_type
+        self._unary = not handler.cardinality.client_streaming
+        self.metadata = call.metadata
+        self.peer = call.peer
+
+    async def recv_message(self) -> Any:
+        data = await self._call.receive()
+        if data is None:
+            if self._unary:
+                raise GRPCError(Status.INVALID_ARGUMENT, "the call ended without a request message")
+            return None
+        return decode(self._request_type, data)
+
+    async def send_message(self, message: Any) -> None:
+        await self._call.send(encode(message))
+
+    def __aiter__(self) -> _TypedStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.recv_message()
+        if message is None:
+            raise StopAsyncIteration
+        return message

@@ -1,0 +1,194 @@
+"""One call as its server sees it: requests in, replies out, a scope that ends when the client leaves."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import trio
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from ..errors import TooLarge
+from ..http2.frames import ErrorCode
+from ..http2.streams import Stream
+from .link import Flush, Link
+from .metadata import (
+    CONTENT_TYPE,
+    MetadataLike,
+    decode_metadata,
+    decode_timeout,
+    get,
+    response_headers,
+    status_trailers,
+)
+from .seat import Seat
+
+_NOT_GRPC: Final = "content-type is not application/grpc"
+
+
+class ServerCall:
+    """Given to handlers. `scope` is cancelled when the client has gone or the call's deadline has passed."""
+
+    __slots__ = (
+        "_finished", "_headers_sent", "_inbox", "_link", "_seat", "_stream", "deadline", "on_drained", "path", "peer",
+        "problem", "scope", "trailing_metadata",
+    )  # fmt: skip
+
+    def __init__(self, link: Link, stream: Stream) -> None:
+        headers = stream.headers or []
+        self.path = (get(headers, b":path") or b"").decode("latin-1")
+        self.peer = link.peer
+        self.deadline = math.inf
+        self.problem = self._read_headers(headers)
+        self.scope = trio.CancelScope(deadline=self.deadline)
+        self.on_drained: Callable[[], None] | None = None
+        self.trailing_metadata: MetadataLike = ()
+        self._link = link
+        self._stream = stream
+        self._inbox: deque[bytes] = deque()
+        self._seat = Seat()
+        self._headers_sent = False
+        self._finished = False
+        stream.user = self
+
+    def __repr__(self) -> str:
+        state = "finished" if self._finished else "gone" if self.gone else "open"
+        return f"<ServerCall {self.path} from {self.peer} {state}>"
+
+    @property
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        """What the client's user code sent with the call."""
+        return decode_metadata(self._stream.headers or [])
+
+    @property
+    def gone(self) -> bool:
+        """The client has reset the call or its connection has ended."""
+        return self._stream.closed and not self._finished
+
+    @property
+    def timed_out(self) -> bool:
+        """The scope was cancelled by the deadline and not by the client's leaving."""
+        return self.scope.cancelled_caught and not self.gone
+
+    # Receiving
+
+    async def receive(self) -> bytes | None:
+        """The next request message, or None when the client has sent all of them."""
+        while not self._inbox:
+            stream = self._stream
+            if stream.messages:
+                self._inbox.extend(stream.take())
+            elif stream.failure is not None:
+                too_large = isinstance(stream.failure, TooLarge)
+                raise GRPCError(Status.RESOURCE_EXHAUSTED if too_large else Status.INTERNAL, str(stream.failure))
+            elif stream.remote_ended:
+                return None
+            else:
+                await self._seat.wait()
+        message = self._inbox.popleft()
+        if not self._inbox:
+            self._stream.credit()
+            if self._link.connection.has_output:
+                self._link.flush()
+        return message
+
+    # Sending
+
+    def send_nowait(self, messages: list[bytes]) -> bool:
+        """Queue replies without flushing; False: the client is behind, wait for `on_drained` or `wait_drained`.
+
+        What is queued after "full" still goes out, in order; bounding it is the caller's business.
+        """
+        if self._finished or self._stream.closed:
+            return True
+        connection = self._link.connection
+        if not self._headers_sent:
+            self._headers_sent = True
+            connection.send_headers(self._stream, response_headers())
+        connection.send_messages(self._stream, messages)
+        if self._stream.queued_bytes or self._link.stuck:
+            self._link.when_drained(self)
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Write what is queued on this call's connection."""
+        self._link.flush()
+
+    async def send(self, message: bytes) -> None:
+        """Send one reply and wait until the client keeps up."""
+        await trio.lowlevel.checkpoint()
+        fits = self.send_nowait([message])
+        self._link.flush()
+        if not fits:
+            await self.wait_drained()
+
+    async def wait_drained(self) -> None:
+        """Return when everything queued has been taken by the transport, or nobody will take it any more."""
+        while not self._stream.closed and (self._stream.queued_bytes or self._link.stuck):
+            self._link.when_drained(self)
+            await self._seat.wait()
+
+    # Ending
+
+    def fail(self, error: GRPCError) -> None:
+        """End the call with a status."""
+        details = error.details if isinstance(error.details, bytes) else None
+        self.finish(error.status, error.message, details=details)
+
+    def finish(self, status: Status, message: str | None, *, details: bytes | None = None) -> None:
+        """End the call; a no-op when it has ended or the client has gone."""
+        if self._finished or self._stream.closed:
+            return
+        self._finished = True
+        trailers = status_trailers(status, message, details=details, metadata=self.trailing_metadata)
+        if not self._headers_sent:
+            trailers = [*response_headers(), *trailers]
+        connection = self._link.connection
+        connection.send_headers(self._stream, trailers, end_stream=True)
+        if not self._stream.remote_ended and not self._stream.queued_bytes:
+            # The answer is complete; a client that still sends is asked to stop (RFC 9113 section 8.1).
+            connection.reset(self._stream, ErrorCode.NO_ERROR)
+        self._link.flush()
+
+    def leave(self) -> None:
+        """The handler has gone: an answer that is not finished never will be."""
+        self._link.forget(self)
+        if not self._finished and not self._stream.closed:
+            self._link.connection.reset(self._stream, ErrorCode.CANCEL)
+            self._link.flush()
+
+    # StreamOwner
+
+    def touched(self, flushes: dict[Flush, None]) -> None:
+        stream = self._stream
+        if stream.closed and not self._finished and stream.failure is None:
+            self.scope.cancel()
+        self._seat.wake()
+
+    def drained(self) -> None:
+        if self.on_drained is not None:
+            self.on_drained()
+        self._seat.wake()
+
+    def expired(self) -> None:
+        """Never watched: the scope keeps the deadline."""
+
+    # Inside
+
+    def _read_headers(self, headers: list[tuple[bytes, bytes]]) -> GRPCError | None:
+        if not (get(headers, b"content-type") or b"").startswith(CONTENT_TYPE):
+            return GRPCError(Status.INTERNAL, _NOT_GRPC)
+        encoding = get(headers, b"grpc-encoding")
+        if encoding not in (None, b"identity"):
+            return GRPCError(Status.UNIMPLEMENTED, f"grpc-encoding {encoding!r} is not supported: send identity")
+        timeout = get(headers, b"grpc-timeout")
+        if timeout is not None:
+            try:
+                self.deadline = trio.current_time() + decode_timeout(timeout)
+            except ValueError as exc:
+                return GRPCError(Status.INVALID_ARGUMENT, str(exc))
+        return None
