@@ -1,0 +1,102 @@
+"""The typed client of one worker, over betterproto's generated stubs; Generate alone goes as bytes."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import WorkerUnavailable
+from ..protocol.messages import (
+    AbortRequest,
+    GetModelInfoRequest,
+    GetServerInfoRequest,
+    GetTokenizerRequest,
+    HealthCheckRequest,
+    VllmEngineStub,
+)
+from ..rpc.call import ClientCall
+from ..rpc.channel import Channel
+
+GENERATE: Final = "/vllm.grpc.engine.VllmEngine/Generate"
+ABORT_TIMEOUT: Final = 10.0
+"""Seconds for an Abort call: the bound the field's gateways use, so that a wedged worker piles up nothing."""
+INFO_TIMEOUT: Final = 5.0
+TOKENIZER_TIMEOUT: Final = 120.0
+TOKENIZER_MAX_BYTES: Final = 200 * 1024 * 1024
+"""A bundle is collected in memory before its hash can be checked, so it needs a bound before that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker said of itself (GetModelInfo and GetServerInfo). Empty strings and zeros mean unknown."""
+
+    model: str
+    model_path: str = ""
+    model_type: str = ""
+    max_context_length: int = 0
+    vocab_size: int = 0
+    supports_vision: bool = False
+    default_sampling_params_json: str = ""
+    kv_connector: str = ""
+    kv_role: str = ""
+    kv_engine_id: str = ""
+    data_parallel_size: int = 0
+    max_num_seqs: int = 0
+    block_size: int = 0
+
+
+class WorkerClient:
+    """RPCs of one worker. Every call but Generate has a deadline of its own; Generate's is its caller's."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stub = VllmEngineStub(channel)  # type: ignore[arg-type]  # ours stands in for grpclib's Channel class
+
+    async def generate(self, request: bytes) -> ClientCall:
+        """Open a Generate call; raises LinkError when the worker cannot be reached."""
+        return await self._channel.call(GENERATE, request)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ask the worker to end requests by the ids it was given; unknown ids are ignored there. Raises GRPCError."""
+        await self._stub.abort(AbortRequest(request_ids=request_ids), timeout=ABORT_TIMEOUT)
+
+    async def healthy(self) -> bool:
+        """The worker's own word on its engine. Raises GRPCError when it cannot be asked."""
+        return (await self._stub.health_check(HealthCheckRequest(), timeout=INFO_TIMEOUT)).healthy
+
+    async def facts(self) -> WorkerFacts:
+        """Ask for both info messages. Raises GRPCError."""
+        model = await self._stub.get_model_info(GetModelInfoRequest(), timeout=INFO_TIMEOUT)
+        server = await self._stub.get_server_info(GetServerInfoRequest(), timeout=INFO_TIMEOUT)
+        return WorkerFacts(
+            model=model.served_model_name or model.model_path or "unknown",
+            model_path=model.model_path,
+            model_type=model.model_type,
+            max_context_length=model.max_context_length,
+            vocab_size=model.vocab_size,
+            supports_vision=model.supports_vision,
+            default_sampling_params_json=model.default_sampling_params_json,
+            kv_connector=server.kv_connector,
+            kv_role=server.kv_role,
+            kv_engine_id=server.kv_engine_id,
+            data_parallel_size=server.data_parallel_size,
+            max_num_seqs=server.max_num_seqs or 0,
+            block_size=server.block_size or 0,
+        )
+
+    async def tokenizer_bundle(self) -> tuple[bytes, str]:
+        """The tokenizer archive and the SHA-256 its worker claims for it. Raises GRPCError, WorkerUnavailable."""
+        archive = bytearray()
+        claimed = ""
+        chunks = self._stub.get_tokenizer(GetTokenizerRequest(), timeout=TOKENIZER_TIMEOUT)
+        async with aclosing(chunks):  # type: ignore[type-var]  # betterproto types its async generator as an iterator
+            async for chunk in chunks:
+                archive += chunk.data
+                claimed = chunk.sha256
+                if len(archive) > TOKENIZER_MAX_BYTES:
+                    raise WorkerUnavailable(
+                        f"the worker's tokenizer bundle is over {TOKENIZER_MAX_BYTES} bytes",
+                        code="tokenizer_load_failed",
+                    )
+        return bytes(archive), claimed

@@ -1,0 +1,1 @@
+"""What the router tells the outside: hooks that the logic calls, and adapters behind them."""

@@ -1,0 +1,112 @@
+"""The hooks: records of what happened, and the object that takes them. A leaf: it knows nobody who calls it.
+
+Logic calls an `Observer`; metrics, logs and the demo's picture are observers. An observer must not raise or suspend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, unique
+
+
+@unique
+class Outcome(Enum):
+    """How a request ended. Each request ends in exactly one (invariant I8)."""
+
+    OK = "ok"
+    FAILED = "failed"
+    CLIENT_LEFT = "client_left"
+    ABORTED = "aborted"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One ended request. Times are seconds on trio's clock; None where that point was never reached."""
+
+    request_id: str
+    outcome: Outcome
+    error_code: str | None = None
+    attempts: int = 0
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    received_at: float
+    prefill_started_at: float | None = None
+    prefill_ended_at: float | None = None
+    decode_started_at: float | None = None
+    first_frame_at: float | None = None
+    ended_at: float
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    frames: int = 0
+    client: str = "embedded"
+    workers_tried: tuple[str, ...] = field(default=())
+
+
+class Observer:
+    """Does nothing; adapters override what they care about."""
+
+    def request_started(self) -> None:
+        """A request was accepted."""
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """A request reached its one terminal state."""
+
+    def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
+        """A try ended before the client had its first byte."""
+
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+        """A decode leg was dispatched behind a prefill leg."""
+
+    def handoff_missing(self, *, worker: str) -> None:
+        """A prefill leg that was asked for a handoff ended without one."""
+
+    def handoff_ended(self, *, outcome: str) -> None:
+        """A handoff reached `consumed`, `released`, `lapsed` or `invalid`."""
+
+    def janitor_jobs(self, count: int) -> None:
+        """The number of jobs the janitor holds has changed."""
+
+    def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
+        """A worker became routable, or ceased to be."""
+
+
+class Observers(Observer):
+    """Several observers as one, told in order."""
+
+    def __init__(self, *members: Observer) -> None:
+        self.members = members
+
+    def request_started(self) -> None:
+        for member in self.members:
+            member.request_started()
+
+    def request_ended(self, record: RequestRecord) -> None:
+        for member in self.members:
+            member.request_ended(record)
+
+    def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
+        for member in self.members:
+            member.attempt_failed(worker=worker, role=role, code=code, will_retry=will_retry)
+
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+        for member in self.members:
+            member.pair_dispatched(connector=connector, prefill_seconds=prefill_seconds)
+
+    def handoff_missing(self, *, worker: str) -> None:
+        for member in self.members:
+            member.handoff_missing(worker=worker)
+
+    def handoff_ended(self, *, outcome: str) -> None:
+        for member in self.members:
+            member.handoff_ended(outcome=outcome)
+
+    def janitor_jobs(self, count: int) -> None:
+        for member in self.members:
+            member.janitor_jobs(count)
+
+    def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
+        for member in self.members:
+            member.worker_ready(worker=worker, role=role, ready=ready)
