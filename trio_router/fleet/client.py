@@ -10,6 +10,7 @@ from ..errors import WorkerUnavailable
 from ..protocol.messages import (
     AbortRequest,
     GetModelInfoRequest,
+    GetModelInfoResponse,
     GetServerInfoRequest,
     GetTokenizerRequest,
     HealthCheckRequest,
@@ -32,12 +33,7 @@ class WorkerFacts:
     """What a worker said of itself (GetModelInfo and GetServerInfo). Empty strings and zeros mean unknown."""
 
     model: str
-    model_path: str = ""
-    model_type: str = ""
-    max_context_length: int = 0
-    vocab_size: int = 0
-    supports_vision: bool = False
-    default_sampling_params_json: str = ""
+    model_info: GetModelInfoResponse
     kv_connector: str = ""
     kv_role: str = ""
     kv_engine_id: str = ""
@@ -71,12 +67,7 @@ class WorkerClient:
         server = await self._stub.get_server_info(GetServerInfoRequest(), timeout=INFO_TIMEOUT)
         return WorkerFacts(
             model=model.served_model_name or model.model_path or "unknown",
-            model_path=model.model_path,
-            model_type=model.model_type,
-            max_context_length=model.max_context_length,
-            vocab_size=model.vocab_size,
-            supports_vision=model.supports_vision,
-            default_sampling_params_json=model.default_sampling_params_json,
+            model_info=model,
             kv_connector=server.kv_connector,
             kv_role=server.kv_role,
             kv_engine_id=server.kv_engine_id,

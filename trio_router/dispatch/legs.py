@@ -1,0 +1,115 @@
+"""The bytes of each leg, cut from the client's own message: listed fields are replaced, every other byte is kept.
+
+Editing in place instead of decoding and re-encoding keeps fields this build has never heard of, and the client's
+own spelling of those it has (public routers have changed prompts by re-serialising them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import BadRequest
+from ..protocol.wire import edit, field_bytes, field_varint, get_string, get_varint
+
+# Field numbers of GenerateRequest and of SamplingParams inside it.
+REQUEST_ID: Final = (1,)
+STREAM: Final = (5,)
+KV_PARAMS_TYPED: Final = (6,)
+KV_PARAMS_JSON: Final = (8,)
+_SAMPLING: Final = 4
+MAX_TOKENS: Final = (_SAMPLING, 8)
+MIN_TOKENS: Final = (_SAMPLING, 9)
+STOP: Final = (_SAMPLING, 10)
+STOP_TOKEN_IDS: Final = (_SAMPLING, 11)
+IGNORE_EOS: Final = (_SAMPLING, 14)
+N: Final = (_SAMPLING, 15)
+PROMPT_LOGPROBS: Final = (_SAMPLING, 23)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """The few fields of a request that dispatch decides by, and its bytes."""
+
+    message: bytes
+    client_id: str
+    n: int
+    max_tokens: int | None
+
+
+def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
+    """Read what dispatch needs. Raises DecodeError for bytes that are no message, BadRequest for what no pair can
+    serve.
+    """
+    view = RequestView(
+        message=message,
+        client_id=get_string(message, REQUEST_ID) or "",
+        n=get_varint(message, N) or 1,
+        max_tokens=get_varint(message, MAX_TOKENS),
+    )
+    if disaggregated and get_varint(message, PROMPT_LOGPROBS) is not None:
+        raise BadRequest("prompt_logprobs is not available behind a prefill/decode pair: leave it out")
+    return view
+
+
+def client_streams(message: bytes) -> bool:
+    """Whether the client wants delta frames as they come."""
+    return bool(get_varint(message, STREAM))
+
+
+def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) -> bytes:
+    """The prefill leg: one token, no stop condition, no stream.
+
+    A push connector keeps the prefill's blocks only when the request ended by its length cap, and a pull connector
+    hands nothing over from an aborted one; any stop string, stop id, minimum or end-of-sequence token could end it
+    otherwise. Everything else of the sampling parameters stays, since the first token is sampled with them.
+    """
+    return edit(
+        view.message,
+        {
+            REQUEST_ID: field_bytes(1, attempt_id.encode()),
+            STREAM: None,
+            KV_PARAMS_TYPED: None,
+            KV_PARAMS_JSON: None if kv_params is None else field_bytes(8, kv_params.encode()),
+            MAX_TOKENS: field_varint(8, 1),
+            MIN_TOKENS: None,
+            STOP: None,
+            STOP_TOKEN_IDS: None,
+            IGNORE_EOS: field_varint(14, 1),
+            N: field_varint(15, 1),
+        },
+    )
+
+
+def decode_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) -> bytes:
+    """The decode leg: the client's request with the handoff on it. Always streamed, so that a first frame exists
+    (I4).
+    """
+    return edit(
+        view.message,
+        {
+            REQUEST_ID: field_bytes(1, attempt_id.encode()),
+            STREAM: field_varint(5, 1),
+            KV_PARAMS_TYPED: None,
+            KV_PARAMS_JSON: None if kv_params is None else field_bytes(8, kv_params.encode()),
+        },
+    )
+
+
+def plain_leg(view: RequestView, *, attempt_id: str) -> bytes:
+    """The only leg of a request that one worker serves whole."""
+    return edit(view.message, {REQUEST_ID: field_bytes(1, attempt_id.encode()), STREAM: field_varint(5, 1)})
+
+
+def release_leg(view: RequestView, *, attempt_id: str, kv_params: str) -> bytes:
+    """A decode leg made to be refused before admission (`max_tokens` 0), which tells the prefill worker to let go."""
+    return edit(
+        view.message,
+        {
+            REQUEST_ID: field_bytes(1, attempt_id.encode()),
+            STREAM: field_varint(5, 1),
+            KV_PARAMS_TYPED: None,
+            KV_PARAMS_JSON: field_bytes(8, kv_params.encode()),
+            MAX_TOKENS: field_varint(8, 0),
+        },
+    )

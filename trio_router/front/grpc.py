@@ -1,0 +1,144 @@
+"""The gRPC front: the same VllmEngine service the workers speak, for clients, and the standard health service.
+
+Generate is a raw handler: a worker's frames go to the client as the bytes they came in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Final
+
+import trio
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from ..dispatch.aggregate import Aggregator
+from ..dispatch.legs import client_streams
+from ..dispatch.router import Router
+from ..errors import RequestAborted, RouterError, WorkerUnavailable
+from ..protocol.codec import encode
+from ..protocol.messages import (
+    AbortRequest,
+    AbortResponse,
+    GenerateComplete,
+    GenerateResponse,
+    GetModelInfoRequest,
+    GetModelInfoResponse,
+    GetServerInfoRequest,
+    GetServerInfoResponse,
+    GetTokenizerChunk,
+    GetTokenizerRequest,
+    HealthBase,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ServiceHealthRequest,
+    ServiceHealthResponse,
+    ServingStatus,
+    VllmEngineBase,
+)
+from ..rpc.server import Server, ServerSettings
+from ..rpc.servercall import ServerCall
+from .respond import grpc_reply
+
+SERVICE: Final = "vllm.grpc.engine.VllmEngine"
+GENERATE: Final = f"/{SERVICE}/Generate"
+TOKENIZER_CHUNK_BYTES: Final = 65_536
+"""The size workers use for the same call."""
+
+
+def grpc_server(router: Router, *, settings: ServerSettings | None = None) -> Server:
+    """A server that speaks for `router`; the caller runs `serve` on a listener of its own."""
+    generate = _Generate(router)
+    return Server([_Engine(router), _Health(router)], raw={GENERATE: generate.handle}, settings=settings)
+
+
+class _Generate:
+    """One Generate call: bytes in, bytes out."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def handle(self, call: ServerCall) -> None:
+        message = await call.receive()
+        if message is None:
+            raise GRPCError(Status.INVALID_ARGUMENT, "the call ended without a GenerateRequest")
+        try:
+            await self._relay(call, message)
+        except RequestAborted:
+            # What a worker does with an abort: an OK stream whose complete frame says so.
+            await call.send(encode(GenerateResponse(complete=GenerateComplete(finish_reason="abort"))))
+        except RouterError as exc:
+            reply = grpc_reply(exc)
+            raise GRPCError(reply.status, reply.message, reply.details) from exc
+
+    async def _relay(self, call: ServerCall, message: bytes) -> None:
+        timeout = None if math.isinf(call.deadline) else call.deadline - trio.current_time()
+        async with self._router.generate(message, timeout=timeout, client="grpc") as stream:
+            if client_streams(message):
+                call.on_drained = stream.resume
+                await stream.pump(call.send_nowait, flush=call.flush)
+            else:
+                whole = Aggregator()
+                await stream.pump(whole.feed)
+                for frame in whole.frames():
+                    await call.send(frame)
+
+
+class _Engine(VllmEngineBase):
+    """The unary rest of the service. What a router has no answer to stays UNIMPLEMENTED."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._started_at = trio.current_time()
+
+    async def abort(self, abort_request: AbortRequest) -> AbortResponse:
+        await self._router.abort(abort_request.request_ids)
+        return AbortResponse()
+
+    async def health_check(self, health_check_request: HealthCheckRequest) -> HealthCheckResponse:
+        ready = self._router.ready
+        return HealthCheckResponse(healthy=ready, message="Health" if ready else "no worker is ready for every leg")
+
+    async def get_model_info(self, get_model_info_request: GetModelInfoRequest) -> GetModelInfoResponse:
+        for worker in self._router.registry.workers:
+            if worker.ready and worker.facts is not None:
+                return worker.facts.model_info
+        raise GRPCError(Status.UNAVAILABLE, "no worker is ready, so the model is not known yet")
+
+    async def get_server_info(self, get_server_info_request: GetServerInfoRequest) -> GetServerInfoResponse:
+        # The KV and media fields stay empty: behind a router they are the business of its workers.
+        return GetServerInfoResponse(
+            active_requests=self._router.in_flight,
+            uptime_seconds=trio.current_time() - self._started_at,
+            server_type="trio-router",
+        )
+
+    async def get_tokenizer(self, get_tokenizer_request: GetTokenizerRequest) -> AsyncIterator[GetTokenizerChunk]:
+        try:
+            archive, sha256 = await self._router.tokenizer_bundle()
+        except WorkerUnavailable as exc:
+            raise GRPCError(Status.UNAVAILABLE, exc.message) from exc
+        for at in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
+            piece = archive[at : at + TOKENIZER_CHUNK_BYTES]
+            is_last = at + TOKENIZER_CHUNK_BYTES >= len(archive)
+            yield GetTokenizerChunk(data=piece, sha256=sha256 if is_last else "")
+
+
+class _Health(HealthBase):
+    """grpc.health.v1: serving while every leg has a ready worker."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def check(self, health_check_request: ServiceHealthRequest) -> ServiceHealthResponse:
+        if health_check_request.service not in ("", SERVICE):
+            raise GRPCError(Status.NOT_FOUND, f"no service {health_check_request.service!r} here")
+        return ServiceHealthResponse(status=self._status())
+
+    async def watch(self, health_check_request: ServiceHealthRequest) -> AsyncIterator[ServiceHealthResponse]:
+        known = health_check_request.service in ("", SERVICE)
+        yield ServiceHealthResponse(status=self._status() if known else ServingStatus(ServingStatus.SERVICE_UNKNOWN))
+
+    def _status(self) -> ServingStatus:
+        return ServingStatus(ServingStatus.SERVING if self._router.ready else ServingStatus.NOT_SERVING)
