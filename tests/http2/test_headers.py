@@ -1,0 +1,172 @@
+"""Header lists: bounds, compression state, and what is well-formed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_router.errors import ProtocolViolation
+from trio_router.http2.frames import ErrorCode
+from trio_router.http2.headers import (
+    MAX_CONTINUATIONS,
+    HeaderBlock,
+    HeaderDecoder,
+    HeaderEncoder,
+    check_request,
+    check_response,
+    check_size,
+    check_trailers,
+)
+
+REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/s/m")]
+STATUS = [(b":status", b"200")]
+
+
+class TestEncoding:
+    @given(st.lists(st.tuples(st.binary(min_size=1, max_size=20), st.binary(max_size=60)), max_size=8))
+    def test_a_foreign_decoder_reads_it(self, headers):
+        assert list(hpack.Decoder().decode(HeaderEncoder().encode(headers), raw=True)) == headers
+
+    def test_secrets_and_values_that_never_repeat_stay_out_of_the_table(self):
+        encoder, decoder = HeaderEncoder(), hpack.Decoder()
+        decoder.decode(encoder.encode([(b"authorization", b"Bearer s3cret"), (b"grpc-timeout", b"99m")]), raw=True)
+        assert not decoder.header_table.dynamic_entries
+        decoder.decode(encoder.encode([(b"content-type", b"application/grpc")]), raw=True)
+        assert len(decoder.header_table.dynamic_entries) == 1
+
+    def test_a_table_limit_of_the_peer_is_announced_even_when_it_comes_twice(self):
+        encoder, decoder = HeaderEncoder(), hpack.Decoder()
+        decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)
+        encoder.limit_table(0)
+        encoder.limit_table(0)
+        decoder.max_allowed_table_size = 0  # raises below if the change was not announced
+        assert list(decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)) == [(b"a", b"b")]
+        assert not decoder.header_table.dynamic_entries
+
+    def test_a_larger_table_than_the_default_is_not_used(self):
+        encoder, decoder = HeaderEncoder(), hpack.Decoder()
+        encoder.limit_table(1 << 30)
+        decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)
+        assert decoder.header_table_size == 4096
+
+    def test_a_table_that_shrank_grows_again(self):
+        encoder, decoder = HeaderEncoder(), hpack.Decoder()
+        encoder.limit_table(100)
+        encoder.limit_table(5000)
+        for _ in range(2):
+            assert list(decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)) == [(b"a", b"b")]
+
+
+class TestDecoding:
+    def test_garbage_is_a_compression_error(self):
+        with pytest.raises(ProtocolViolation) as caught:
+            HeaderDecoder(max_list_bytes=1000).decode(b"\xff\xff\xff")
+        assert caught.value.h2_code == ErrorCode.COMPRESSION_ERROR
+
+    @given(st.binary(max_size=60))
+    def test_any_bytes_give_headers_or_the_declared_error(self, block):
+        headers = []
+        with suppress(ProtocolViolation):
+            headers = HeaderDecoder(max_list_bytes=1000).decode(block)
+        assert all(isinstance(part, bytes) for field in headers for part in field)
+
+    def test_a_bomb_is_not_unpacked(self):
+        # One large field in the table, then a reference to it per byte.
+        block = hpack.Encoder().encode([(b"x", b"y" * 3000)], huffman=False) + b"\xbe" * 1000
+        with pytest.raises(ProtocolViolation) as caught:
+            HeaderDecoder(max_list_bytes=1000).decode(block)
+        assert caught.value.h2_code == ErrorCode.ENHANCE_YOUR_CALM
+
+
+class TestBlock:
+    def test_fragments_are_joined(self):
+        block = HeaderBlock(stream_id=1, end_stream=True, first=b"ab", max_list_bytes=1000)
+        block.add(b"")
+        block.add(b"cd")
+        assert block.content() == b"abcd"
+
+    def test_bytes_are_bounded(self):
+        block = HeaderBlock(stream_id=1, end_stream=True, first=b"x" * 4000, max_list_bytes=1000)
+        with pytest.raises(ProtocolViolation) as caught:
+            block.add(b"x")
+        assert caught.value.h2_code == ErrorCode.ENHANCE_YOUR_CALM
+
+    def test_frames_are_bounded(self):
+        block = HeaderBlock(stream_id=1, end_stream=True, first=b"", max_list_bytes=1000)
+        for _ in range(MAX_CONTINUATIONS):
+            block.add(b"")
+        with pytest.raises(ProtocolViolation):
+            block.add(b"")
+
+
+def test_size_counts_as_the_rfc_does():
+    headers = [(b"ab", b"cde")] * 2
+    assert check_size(headers, limit=74) is None
+    assert "74 bytes is over max_header_list_bytes (73)" in str(check_size(headers, limit=73))
+
+
+class TestWellFormed:
+    def test_the_usual(self):
+        assert check_request([*REQUEST, (b":authority", b"x"), (b"te", b"trailers"), (b"a-bin", b"AAE=")]) is None
+        assert check_request([(b":method", b"GET"), *REQUEST[1:]]) is None
+        assert check_response([*STATUS, (b"content-type", b"application/grpc")]) is None
+        assert check_response([(b":status", b"100")]) is None
+        assert check_trailers([(b"grpc-status", b"0"), (b"grpc-message", b" spaces stay ")]) is None
+
+    @pytest.mark.parametrize("missing", [0, 1, 2])
+    def test_a_request_needs_its_three_fields(self, missing):
+        headers = [field for at, field in enumerate(REQUEST) if at != missing]
+        assert REQUEST[missing][0].decode() in str(check_request(headers))
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"")],
+            [*REQUEST, (b":path", b"/again")],
+            [*REQUEST, (b":status", b"200")],
+            [*REQUEST, (b":unknown", b"x")],
+            [REQUEST[0], (b"early", b"x"), *REQUEST[1:]],
+            [(b":method", b"CONNECT"), (b":authority", b"x")],
+        ],
+    )
+    def test_pseudo_headers_of_requests(self, headers):
+        assert check_request(headers) is not None
+
+    @pytest.mark.parametrize("status", [b"", b"20", b"2000", b"abc", b"099", b"101", b"+20"])
+    def test_statuses_that_do_not_exist(self, status):
+        assert check_response([(b":status", status)]) is not None
+
+    def test_a_response_needs_one_status(self):
+        assert check_response([(b"a", b"b")]) is not None
+        assert check_response([*STATUS, *STATUS]) is not None
+        assert check_response([*REQUEST, *STATUS]) is not None
+
+    def test_trailers_have_no_pseudo_headers(self):
+        assert check_trailers([*STATUS, (b"grpc-status", b"0")]) is not None
+
+    @pytest.mark.parametrize(
+        "name", [b"", b"Upper", b"with space", b"with:colon", b"nul\0", b"high\xff", b"del\x7f", b"tab\t", b"nl\n"]
+    )
+    def test_names(self, name):
+        assert check_trailers([(name, b"x")]) is not None
+
+    @pytest.mark.parametrize("value", [b"a\0b", b"a\rb", b"a\nb", b" a", b"a ", b"\ta", b"a\t"])
+    def test_values(self, value):
+        assert check_trailers([(b"name", value)]) is not None
+
+    @pytest.mark.parametrize("value", [b"", b"a b", b"\xff\x80", b"a:b"])
+    def test_values_that_pass(self, value):
+        assert check_trailers([(b"name", value)]) is None
+
+    @pytest.mark.parametrize(
+        "name", [b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"]
+    )
+    def test_headers_of_http_1(self, name):
+        assert check_trailers([(name, b"x")]) is not None
+
+    def test_te_means_trailers_or_nothing(self):
+        assert check_request([*REQUEST, (b"te", b"gzip")]) is not None
