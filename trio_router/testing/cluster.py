@@ -1,0 +1,148 @@
+"""A router and reference workers on memory links: the real code of all of them, only the wire and the clock
+replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from ..dispatch.router import Router, RouterSettings, open_router
+from ..engine.model import Model, load_model
+from ..engine.settings import WorkerSettings
+from ..engine.worker import Worker, open_worker
+from ..fleet.worker import WorkerRole, WorkerSpec
+from ..observe.hooks import Observer, RequestRecord
+from ..protocol.messages import GenerateRequest, GenerateResponse, SamplingParams, TokenizedInput
+from ..rpc.memory import MemoryNetwork
+
+_ROLES = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE, "plain": WorkerRole.PLAIN}
+
+
+class Recorder(Observer):
+    """Remembers what the router told it."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+        self.handoffs: list[str] = []
+        self.failures: list[str] = []
+        self.missing: list[str] = []
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+    def handoff_ended(self, *, outcome: str) -> None:
+        self.handoffs.append(outcome)
+
+    def handoff_missing(self, *, worker: str) -> None:
+        self.missing.append(worker)
+
+    def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
+        self.failures.append(code)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """Everything a test looks at."""
+
+    router: Router
+    network: MemoryNetwork
+    workers: list[Worker]
+    recorder: Recorder
+    model: Model
+    _names: Callable[[], str] = field(repr=False)
+
+    @property
+    def prefill(self) -> list[Worker]:
+        """The prefill workers, in order."""
+        return [worker for worker in self.workers if worker.settings.role == "prefill"]
+
+    @property
+    def decode(self) -> list[Worker]:
+        """The decode workers, in order."""
+        return [worker for worker in self.workers if worker.settings.role == "decode"]
+
+    def request(self, text: str = "Tell me about the harbour.", *, max_tokens: int = 16, n: int = 1) -> GenerateRequest:
+        """A greedy request for a prompt."""
+        ids = self.model.tokenizer.encode(text)
+        return GenerateRequest(
+            request_id=self._names(),
+            tokenized=TokenizedInput(original_text=text, input_ids=ids),
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, ignore_eos=True),
+            stream=True,
+        )
+
+    def leaks(self) -> list[str]:
+        """What has not returned to rest (invariant I8). Empty after quiet, whatever was cancelled where."""
+        counts = {"requests in flight": self.router.in_flight, "janitor jobs": self.router.janitor.jobs}
+        counts |= {f"leases on {known.name}": known.in_flight for known in self.router.registry.workers}
+        for worker in self.workers:
+            core, name = worker.engine.core, worker.settings.name
+            counts[f"handoffs pinned on {name}"] = len(worker.ledger)
+            counts[f"sequences on {name}"] = len(core.waiting) + len(core.pulling) + len(core.running)
+            counts[f"leases expired on {name}"] = worker.counters.lease_expired
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+async def collect(router: Router, request: GenerateRequest | bytes) -> list[int]:
+    """Run a request to its end and return the token ids of choice 0."""
+    token_ids: list[int] = []
+    async with router.generate(request) as stream:
+        async for frame in stream:
+            if not frame.is_complete:
+                response: GenerateResponse = frame.message()
+                if response.chunk.index == 0:
+                    token_ids += response.chunk.token_ids
+    return token_ids
+
+
+@asynccontextmanager
+async def open_cluster(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    plain: int = 0,
+    worker: WorkerSettings | None = None,
+    router: RouterSettings | None = None,
+    network: MemoryNetwork | None = None,
+) -> AsyncIterator[Cluster]:
+    """A ready cluster. `worker` and `router` are templates: names, roles and the worker list are filled in."""
+    network = network or MemoryNetwork()
+    template = worker or WorkerSettings(name="template")
+    model = load_model()
+    recorder = Recorder()
+    ids = itertools.count(1)
+    async with AsyncExitStack() as stack:
+        workers: list[Worker] = []
+        for role, count in (("prefill", prefill), ("decode", decode), ("plain", plain)):
+            for number in range(count):
+                settings = replace(template, name=f"{role}-{number}", role=role)
+                opened = open_worker(
+                    settings,
+                    listener=network.listen(f"{role}-{number}:1"),
+                    transfer_listener=network.listen(f"{role}-{number}:2"),
+                    dialer=network.dial,
+                    model=model,
+                )
+                workers.append(await stack.enter_async_context(opened))
+        specs = tuple(WorkerSpec(url=f"grpc://{w.address}", role=_ROLES[str(w.settings.role)]) for w in workers)
+        settings_of_router = replace(router or RouterSettings(), workers=specs)
+        opened_router = open_router(
+            settings_of_router,
+            dialer=network.dial,
+            observer=recorder,
+            new_id=lambda: f"id{next(ids)}",
+            chance=lambda: 0.5,
+        )
+        running = await stack.enter_async_context(opened_router)
+        await running.wait_ready()
+        yield Cluster(
+            router=running,
+            network=network,
+            workers=workers,
+            recorder=recorder,
+            model=model,
+            _names=lambda: f"request-{next(ids)}",
+        )
