@@ -71,7 +71,8 @@ def take_order(request: GenerateRequest, *, params: KvParams | None, model: Mode
         prompt = request.tokenized.input_ids
     else:
         # An unset input arrives at the engine as an empty text.
-        prompt = model.tokenizer.encode(request.text or "", add_special_tokens=True)
+        text = request.text if input_type(request) == "text" else ""
+        prompt = model.tokenizer.encode(text, add_special_tokens=True)
     if plan.truncate_prompt_tokens is not None and plan.truncate_prompt_tokens >= 0:
         prompt = prompt[max(0, len(prompt) - plan.truncate_prompt_tokens) :]
     _check_prompt(prompt, vocab_size=model.vocab_size, limit=settings.max_context_length)
