@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from trio_router.front.faults import ClientGone
 from trio_router.front.http import HttpServer
 from trio_router.front.settings import HttpSettings
 from trio_router.rpc.memory import MemoryNetwork, MemoryTransport
+from trio_router.rpc.transport import Listener
 
 WALL_CLOCK = 1_700_000_000.0
 
@@ -168,34 +170,51 @@ class Gate:
         await exchange.respond(200, body=b"ok")
 
 
+class Serves(Protocol):
+    """An HttpServer, or what wraps one."""
+
+    async def serve(self, listener: Listener, *, task_status: trio.TaskStatus[None]) -> None: ...
+
+
+Launch = Callable[..., Awaitable[Site]]
 Start = Callable[..., Awaitable[Site]]
 
 
 @pytest.fixture
-async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
-    """Start an HTTP server: `await start(handler, capacity=..., **http_settings)`.
+async def launch(nursery: trio.Nursery) -> AsyncIterator[Launch]:
+    """Serve something on a memory network: `await launch(front, server=front.server)`.
 
     Tests name `autojump_clock` themselves: only a test's own arguments choose its clock.
     """
     sites: list[Site] = []
 
-    async def start_site(handler: Handler, *, capacity: int = 65536, **settings: float) -> Site:
+    async def launch_site(front: Serves, *, server: HttpServer, capacity: int = 65536) -> Site:
         network = MemoryNetwork(capacity_bytes=capacity)
-        server = HttpServer(handler, settings=HttpSettings(**settings), clock=lambda: WALL_CLOCK)
         site = Site(server, network, "front:80")
         sites.append(site)
 
         async def serve(*, task_status: trio.TaskStatus[None]) -> None:
             with site.scope:
-                await server.serve(network.listen(site.address), task_status=task_status)
+                await front.serve(network.listen(site.address), task_status=task_status)
             site.done.set()
 
         await nursery.start(serve)
         return site
 
-    yield start_site
+    yield launch_site
     for site in sites:
         site.scope.cancel()
+
+
+@pytest.fixture
+def start(launch: Launch) -> Start:
+    """Start an HTTP server: `await start(handler, capacity=..., **http_settings)`."""
+
+    async def start_site(handler: Handler, *, capacity: int = 65536, **settings: float) -> Site:
+        server = HttpServer(handler, settings=HttpSettings(**settings), clock=lambda: WALL_CLOCK)
+        return await launch(server, server=server, capacity=capacity)
+
+    return start_site
 
 
 @pytest.fixture

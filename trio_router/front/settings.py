@@ -46,7 +46,7 @@ class FrontSettings:
     """The router's bound on one generation."""
     max_choices: int = 128
     """Of one request, over all its prompts."""
-    max_response_bytes: int = 64 * MIB
+    max_response_chars: int = 32 * MIB
     """Text collected for one client that does not stream."""
     offload_chars: int = 2048
     """Prompts from this length on are rendered and tokenized through `offload`."""

@@ -1,0 +1,106 @@
+"""What the two generating endpoints share: from a parsed request and its prompts to an `Answer`.
+
+Must not know how a prompt was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
+from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
+from ...text.tokenizer import Tokenizer
+from ..seams import Offload, Router, SamplingDefaults, TextSource, inline
+from ..settings import FrontSettings
+from .choice import NOTHING_HIDDEN, TextRules
+from .generation import Answer
+from .sampling import stop_strings
+from .schema import GenerationRequest
+from .shapes import ChatShape, CompletionShape
+
+
+def no_defaults(model: str) -> dict[str, float]:
+    """For models without recommendations."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What an endpoint works with.
+
+    `ids` gives the random part of response ids; `clock` is wall time in seconds.
+    """
+
+    router: Router
+    texts: TextSource
+    settings: FrontSettings
+    ids: Callable[[], str]
+    clock: Callable[[], float]
+    offload: Offload = inline
+    sampling_defaults: SamplingDefaults = no_defaults
+
+    def model(self, wanted: str | None) -> str:
+        """The model to use; the one there is when the client names none. Raises ModelNotFound, WorkerUnavailable."""
+        models = self.router.models()
+        if not models:
+            raise WorkerUnavailable("no worker is ready")
+        if wanted in models:
+            return wanted
+        if not wanted and len(models) == 1:
+            return models[0]
+        raise ModelNotFound(f"model {wanted!r} is not served here; served: {', '.join(models)}")
+
+
+def answer_for(
+    request: GenerationRequest,
+    prompts: Sequence[TokenizedInput],
+    *,
+    sampling: SamplingParams,
+    shape: type[ChatShape | CompletionShape],
+    id_prefix: str,
+    model: str,
+    tokenizer: Tokenizer,
+    services: Services,
+) -> Answer:
+    """Decide everything else. Raises BadRequest for more choices than the settings allow."""
+    n = request.n or 1
+    limit = services.settings.max_choices
+    if n * len(prompts) > limit:
+        raise BadRequest(f"{len(prompts)} prompts with n={n} are more than {limit} choices")
+    response_id = f"{id_prefix}{services.ids()}"
+    request_id = request.rid or response_id
+    many = len(prompts) > 1
+    options = request.stream_options
+    return Answer(
+        requests=[
+            GenerateRequest(
+                request_id=f"{request_id}-p{at}" if many else request_id,
+                tokenized=prompt,
+                sampling_params=sampling,
+                stream=True,
+            )
+            for at, prompt in enumerate(prompts)
+        ],
+        n=n,
+        model=model,
+        rules=text_rules(request, tokenizer=tokenizer),
+        shape=shape(response_id=response_id, created=int(services.clock()), model=model),
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+    )
+
+
+def text_rules(request: GenerationRequest, *, tokenizer: Tokenizer) -> TextRules:
+    """How the request's tokens become text: stop tokens end a choice and are not shown, unless asked for."""
+    show_stops = bool(request.no_stop_trim)
+    hidden = frozenset(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        hidden |= tokenizer.eos_token_ids
+    return TextRules(
+        tokenizer=tokenizer,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        hidden=NOTHING_HIDDEN if show_stops else hidden,
+        stops=tuple(stop_strings(request)),
+        show_stops=show_stops,
+    )

@@ -1,0 +1,91 @@
+"""From what a client wrote to token ids: chat messages through the model's template, text through its tokenizer. Pure.
+
+The functions here may take long for long prompts; the endpoints decide where they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import BadRequest, Unsupported
+from ...protocol.messages import TokenizedInput
+from ...text.tokenizer import Tokenizer
+from .schema import ChatRequest, ContentPart, Message
+
+
+def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
+    """Messages as the template takes them; raises Unsupported for a part that is not text."""
+    return [_message(message, at=at) for at, message in enumerate(request.messages)]
+
+
+def chat_prompt(request: ChatRequest, messages: list[dict[str, Any]], *, tokenizer: Tokenizer) -> TokenizedInput:
+    """Render and tokenize a conversation; raises BadRequest."""
+    if tokenizer.template is None:
+        raise BadRequest(
+            "the model has no chat template; use /v1/completions, or give the router a template",
+            code="process_messages_failed",
+        )
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    # What the API has a field for cannot be overridden beside it.
+    for name in ("messages", "tools", "add_generation_prompt"):
+        variables.pop(name, None)
+    text = tokenizer.template.render(
+        messages, add_generation_prompt=request.add_generation_prompt is not False, **variables
+    )
+    return text_prompt(text, tokenizer=tokenizer, add_special_tokens=False)
+
+
+def text_prompt(text: str, *, tokenizer: Tokenizer, add_special_tokens: bool) -> TokenizedInput:
+    """Tokenize a prompt; raises BadRequest for one that has no tokens."""
+    return _input(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a text completion, each a text or token ids; raises BadRequest for mixtures and for none."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    if kinds in ({str}, {list}):
+        return [item for item in prompt if not isinstance(item, int)]
+    raise BadRequest("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def ids_prompt(token_ids: list[int]) -> TokenizedInput:
+    """A prompt that the client has tokenized; raises BadRequest for an empty one."""
+    return _input("", token_ids)
+
+
+def _input(text: str, token_ids: list[int]) -> TokenizedInput:
+    if not token_ids:
+        raise BadRequest("the prompt is empty")
+    return TokenizedInput(original_text=text, input_ids=token_ids)
+
+
+def _message(message: Message, *, at: int) -> dict[str, Any]:
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [_part(part, where=f"messages[{at}].content[{number}]") for number, part in enumerate(content)]
+    extras = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": message.tool_calls,
+        "reasoning_content": message.reasoning_content,
+    }
+    known = {name: value for name, value in extras.items() if value is not None}
+    return {"role": message.role, "content": content, **known}
+
+
+def _part(part: ContentPart, *, where: str) -> dict[str, str]:
+    if part.type != "text":
+        raise Unsupported(
+            f"{where} is of type {part.type!r}: media are not processed by this router yet",
+            code="multimodal_router_processing_unavailable",
+        )
+    if part.text is None:
+        raise BadRequest(f"{where}.text is missing")
+    return {"type": "text", "text": part.text}

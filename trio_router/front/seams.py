@@ -1,0 +1,78 @@
+"""What the HTTP front asks of the rest of the router: small protocols, each easy to play in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..protocol.messages import GenerateRequest
+from ..text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Sink = Callable[[list[bytes]], bool]
+"""Takes a batch of serialized GenerateResponses; False: give no more credit until `resume`."""
+
+
+class GenerateStream(Protocol):
+    """One request's frames, once the first of them is here."""
+
+    async def pump(self, sink: Sink) -> None:
+        """Hand every batch to `sink` until the stream ends well. Raises the error family, and what `sink` raises."""
+
+    def resume(self) -> None:
+        """The sink that said full has room again."""
+
+
+class Router(Protocol):
+    """Where requests go."""
+
+    @property
+    def ready(self) -> bool:
+        """Every leg has a worker to go to."""
+
+    def models(self) -> list[str]:
+        """Names of the models that can be served now."""
+
+    def generate(
+        self, request: GenerateRequest, *, timeout: float | None, model: str | None, client: str
+    ) -> AbstractAsyncContextManager[GenerateStream]:
+        """Run a request; leaving the block ends it. Raises the error family."""
+
+
+class TextSource(Protocol):
+    """Where tokenizers come from."""
+
+    @property
+    def ready(self) -> bool:
+        """A tokenizer is at hand."""
+
+    async def get(self, model: str) -> Tokenizer:
+        """The model's tokenizer; raises WorkerUnavailable (or BadBundle) when there is none yet."""
+
+
+class Offload(Protocol):
+    """Runs blocking work elsewhere, usually in a thread."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Call `function` and return what it returns, or raise what it raises."""
+
+
+async def inline(function: Callable[[], T]) -> T:
+    """An Offload that does not: for simulations, whose clock knows nothing of threads."""
+    return function()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What a load balancer is told. Worker counts are left out when they are not known."""
+
+    ready: bool
+    reason: str = ""
+    healthy_workers: int | None = None
+    total_workers: int | None = None
+
+
+SamplingDefaults = Callable[[str], Mapping[str, float]]
+"""For a model: what its maker recommends for temperature, top_p, top_k, min_p and repetition_penalty."""

@@ -1,0 +1,102 @@
+"""Where the front's tokenizer comes from: a directory, or the bundle that a worker hands out.
+
+Loading is blocking work and goes through `offload`. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Final, Protocol
+
+import trio
+
+from ..errors import RouterError, WorkerUnavailable
+from ..text.bundle import TokenizerFiles, unpack
+from ..text.tokenizer import Tokenizer, load
+from .seams import Offload, inline
+
+_RETRY_SECONDS: Final = 1.0
+_log = logging.getLogger(__name__)
+
+
+class BundleSource(Protocol):
+    """Who has tokenizer bundles."""
+
+    async def tokenizer_bundle(self) -> tuple[bytes, str]:
+        """An archive and the SHA-256 claimed for it; raises WorkerUnavailable when nobody has one."""
+
+
+class LoadedText:
+    """A TextSource with one tokenizer for every model, there from the start."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    async def get(self, model: str) -> Tokenizer:
+        return self._tokenizer
+
+
+class BundleText:
+    """A TextSource that loads the workers' tokenizer once, and then keeps it.
+
+    All workers of a router serve one model, so one tokenizer serves every request. `clock` is what a chat template
+    that asks for the date gets.
+    """
+
+    def __init__(
+        self, source: BundleSource, *, offload: Offload = inline, clock: Callable[[], datetime] | None = None
+    ) -> None:
+        self._source = source
+        self._offload = offload
+        self._clock = clock
+        self._tokenizer: Tokenizer | None = None
+        self._loading = trio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<BundleText {self._tokenizer!r}>"
+
+    @property
+    def ready(self) -> bool:
+        return self._tokenizer is not None
+
+    async def get(self, model: str) -> Tokenizer:
+        """As TextSource; of many callers one loads. Raises BadBundle for a bundle that cannot be used."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        async with self._loading:
+            if self._tokenizer is None:
+                archive, sha256 = await self._source.tokenizer_bundle()
+                load_it = partial(_load_bundle, archive, sha256=sha256, clock=self._clock)
+                self._tokenizer = await self._offload(load_it)
+            return self._tokenizer
+
+    async def warm(self) -> None:
+        """Try until the tokenizer is there, so that readiness does not wait for a first request. Cancel it at will."""
+        while True:
+            try:
+                await self.get("")
+            except WorkerUnavailable as exc:
+                _log.debug("no tokenizer yet: %s", exc)
+            except RouterError as exc:
+                _log.warning("the workers' tokenizer cannot be used: %s", exc)
+            else:
+                return
+            await trio.sleep(_RETRY_SECONDS)
+
+
+def _load_bundle(archive: bytes, *, sha256: str, clock: Callable[[], datetime] | None) -> Tokenizer:
+    return prepare(unpack(archive, sha256=sha256), clock=clock)
+
+
+def prepare(files: TokenizerFiles, *, clock: Callable[[], datetime] | None = None) -> Tokenizer:
+    """Load a tokenizer and build the tables its first stream would wait for. Blocking; raises BadBundle."""
+    tokenizer = load(files, clock=clock)
+    tokenizer.detokenizer()
+    return tokenizer
