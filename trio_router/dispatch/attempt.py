@@ -27,6 +27,7 @@ from ..fleet.worker import Lease, Worker
 from ..observe.hooks import Observer
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
+from ..protocol.wire import is_complete, scan_chunk
 from ..rpc.call import ClientCall
 from ..rpc.metadata import Origin, RpcError
 from .connectors import Connector, connector_of, lease_seconds, prefill_params
@@ -100,7 +101,7 @@ class Attempt:
         prefilling = self.state in (AttemptState.RESERVED, AttemptState.PREFILLING)
         return self._prefill.worker if self._prefill is not None and prefilling else self._decode.worker
 
-    async def first_frame(self) -> bytes:
+    async def first_frame(self) -> None:
         """Run the legs until the client's first frame is here; it stays in the call's record.
 
         Raises a RouterError that says what went wrong; `retryable` tells whether another attempt may help.
@@ -113,7 +114,7 @@ class Attempt:
         else:
             kv_params = await self._run_prefill(self._prefill)
             message = decode_leg(self._view, attempt_id=self.attempt_id, kv_params=kv_params)
-        return await self._run_decode(message)
+        await self._run_decode(message)
 
     def leave(self) -> None:
         """Give everything held to its next owner. Synchronous, idempotent, and right in every state."""
@@ -177,7 +178,7 @@ class Attempt:
 
     # The decode leg
 
-    async def _run_decode(self, message: bytes) -> bytes:
+    async def _run_decode(self, message: bytes) -> None:
         worker = self._decode.worker
         handoff = self.handoff
         if handoff is not None and not handoff.is_fresh(trio.current_time(), fraction=self._fresh_fraction):
@@ -190,7 +191,7 @@ class Attempt:
             if handoff is not None:
                 handoff.move(HandoffState.OFFERED)
             self._report_dispatch()
-            frame = await call.peek()
+            frame = await _first_telling(call)
         except (RpcError, LinkError) as exc:
             self._judge_refusal(exc)
             raise _leg_error(exc, leg="decode" if self._prefill else "worker", worker=worker) from exc
@@ -204,7 +205,6 @@ class Attempt:
         if handoff is not None:
             worker.met.add(handoff.prefill_worker)
             self._janitor.end_handoff(handoff, HandoffState.CONSUMED)
-        return frame
 
     def _report_dispatch(self) -> None:
         started, ended = self._timeline.prefill_started_at, self._timeline.prefill_ended_at
@@ -230,11 +230,12 @@ class Attempt:
             self._janitor.end_handoff(handoff, HandoffState.LAPSED)
 
     def _check_first(self, frame: bytes, worker: Worker) -> None:
-        response = decode(GenerateResponse, frame)
-        if response._group_current.get("response") == "complete" and response.complete.finish_reason in _FAILED_FIRST:
+        if not is_complete(frame):
+            return
+        reason = decode(GenerateResponse, frame).complete.finish_reason
+        if reason in _FAILED_FIRST:
             if self.handoff is not None:
                 self._janitor.end_handoff(self.handoff, HandoffState.LAPSED)
-            reason = response.complete.finish_reason
             raise DecodeFailed(f"worker {worker.name} ended the request with finish reason {reason!r} and no token")
 
     # Leaving
@@ -315,6 +316,17 @@ _START_CODES: Final = {
     "decode": "decode_worker_failed_to_start",
     "worker": "start_generation_failed",
 }
+
+
+async def _first_telling(call: ClientCall) -> bytes | None:
+    """The first frame that tells how the leg fares, a token or an end: an empty chunk comes before a failed end."""
+    index = 0
+    while (frame := await call.peek(index)) is not None:
+        plain = scan_chunk(frame)
+        if plain is None or plain[0]:
+            return frame
+        index += 1
+    return None
 
 
 def _leg_error(exc: RpcError | LinkError, *, leg: str, worker: Worker) -> RouterError:

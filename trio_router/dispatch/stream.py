@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import DecodeFailed, WorkerRejected
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
-from ..protocol.wire import is_complete
+from ..protocol.wire import is_complete, scan_chunk
 from ..rpc.call import ClientCall, Sink
 from ..rpc.link import Flush
 from ..rpc.metadata import RpcError
@@ -91,11 +91,16 @@ class GenerateStream:
         self._call.resume()
 
     def _note(self, batch: list[bytes]) -> None:
-        self.timeline.frames += len(batch)
-        # Chunks begin with tag 0x0a, a complete frame with 0x12: one comparison instead of a parse per frame.
+        timeline = self.timeline
+        timeline.frames += len(batch)
         for data in batch:
-            if data[:1] != b"\x0a" and is_complete(data):
+            plain = scan_chunk(data)
+            if plain is not None:
+                timeline.output_tokens += len(plain[0])
+            elif is_complete(data):
                 self._completes.append(data)
+            else:
+                timeline.output_tokens += len(decode(GenerateResponse, data).chunk.token_ids)
 
     def _finish(self) -> None:
         if len(self._completes) < self._choices:

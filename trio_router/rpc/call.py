@@ -112,16 +112,19 @@ class ClientCall:
 
         No checkpoint lies between taking the message and returning it: a cancelled caller has not lost one.
         """
-        if await self.peek() is None:
+        if not self._inbox and await self.peek() is None:
             return None
         message = self._inbox.popleft()
         if not self._inbox:
             self._give_credit()
         return message
 
-    async def peek(self) -> bytes | None:
-        """As `receive`, but the message stays in the record."""
-        while not self._inbox:
+    async def peek(self, index: int = 0) -> bytes | None:
+        """The message `index` places ahead, or None when the call ended well before it; all of them stay in the record.
+
+        Raises RpcError when the call failed first. Looking ahead gives no credit, so it reaches one window at most.
+        """
+        while len(self._inbox) <= index:
             if self._stream.messages:
                 self._inbox.extend(self._stream.take())
             elif self.ended:
@@ -130,7 +133,7 @@ class ClientCall:
                 return None
             else:
                 await self._seat.wait()
-        return self._inbox[0]
+        return self._inbox[index]
 
     async def pump(self, sink: Sink, *, flush: Flush | None = None) -> None:
         """Let the link's reader hand every batch to `sink`, in order, until the call ends.
