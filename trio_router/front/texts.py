@@ -47,13 +47,19 @@ class BundleText:
     """A TextSource that loads the workers' tokenizer once, and then keeps it.
 
     All workers of a router serve one model, so one tokenizer serves every request. `clock` is what a chat template
-    that asks for the date gets.
+    that asks for the date gets. `adapt` may change the files before they are loaded, to put another template in say.
     """
 
     def __init__(
-        self, source: BundleSource, *, offload: Offload = inline, clock: Callable[[], datetime] | None = None
+        self,
+        source: BundleSource,
+        *,
+        offload: Offload = inline,
+        clock: Callable[[], datetime] | None = None,
+        adapt: Callable[[TokenizerFiles], TokenizerFiles] = lambda files: files,
     ) -> None:
         self._source = source
+        self._adapt = adapt
         self._offload = offload
         self._clock = clock
         self._tokenizer: Tokenizer | None = None
