@@ -69,6 +69,9 @@ async def test_i1_a_failed_prefill_is_tried_again_and_never_recomputed(autojump_
             assert await collect(cluster.router, cluster.request())
         assert cluster.decode[0].counters.recomputed_prompt_tokens == 0
         assert "prefill_stream_error" in cluster.recorder.failures
+        assert {name for record in cluster.recorder.records for name in record.workers_tried} == {
+            cluster.prefill[0].address
+        }
         assert {record.outcome.value for record in cluster.recorder.records} == {"ok"}
         assert cluster.leaks() == []
 

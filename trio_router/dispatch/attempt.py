@@ -76,6 +76,8 @@ class Attempt:
         self.attempt_id = attempt_id
         self.call: ClientCall | None = None
         self.handoff: Handoff | None = None
+        self.blamed = (prefill or decode).worker
+        """The worker whose leg is under way, or failed."""
         self._view = view
         self._prefill = prefill
         self._decode = decode
@@ -94,12 +96,6 @@ class Attempt:
     def workers(self) -> list[Worker]:
         """The workers this attempt may have requests on."""
         return [lease.worker for lease in (self._prefill, self._decode) if lease is not None]
-
-    @property
-    def blamed(self) -> Worker:
-        """The worker of the leg that is, or was last, under way."""
-        prefilling = self.state in (AttemptState.RESERVED, AttemptState.PREFILLING)
-        return self._prefill.worker if self._prefill is not None and prefilling else self._decode.worker
 
     async def first_frame(self) -> None:
         """Run the legs until the client's first frame is here; it stays in the call's record.
@@ -183,6 +179,7 @@ class Attempt:
         handoff = self.handoff
         if handoff is not None and not handoff.is_fresh(trio.current_time(), fraction=self._fresh_fraction):
             raise PrefillFailed("the handoff grew too old before decode could be dispatched", code="handoff_expired")
+        self.blamed = worker
         try:
             self._timeline.decode_started_at = trio.current_time()
             call = await worker.client.generate(message)

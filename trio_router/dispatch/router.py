@@ -182,6 +182,9 @@ class Router:
         except RouterError as exc:
             outcome, code = (Outcome.FAILED if outcome is Outcome.CLIENT_LEFT else outcome), exc.error_code
             raise
+        except Exception:
+            outcome, code = Outcome.FAILED, RouterError.code
+            raise
         finally:
             if live.attempt is not None:
                 live.attempt.leave()
