@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from ..rpc.server import Server
 from ..rpc.transport import Dialer, Listener, dial_tcp
 from ..scopes import plain_errors
 from .core import Core
@@ -25,7 +26,11 @@ from .settings import Faults, WorkerSettings
 class Worker:
     """A running reference worker, from the side of whoever started it. Made by `open_worker`."""
 
-    def __init__(self, settings: WorkerSettings, *, address: str, transfer_address: str, engine: Engine) -> None:
+    def __init__(
+        self, settings: WorkerSettings, *, address: str, transfer_address: str, engine: Engine, server: Server
+    ) -> None:
+        self._server = server
+        self._served = trio.Event()
         self.settings = settings
         self.address = address
         """Where its gRPC services are."""
@@ -59,6 +64,18 @@ class Worker:
     def faults(self, faults: Faults) -> None:
         self.engine.set_faults(faults)
 
+    async def drain(self) -> None:
+        """Take no new calls, and return when those under way have ended. Put a timeout around it.
+
+        Handoffs may still be pinned then; pulls are served until the block is left.
+        """
+        self._server.drain()
+        await self._served.wait()
+
+    async def _serve(self, listener: Listener, *, task_status: trio.TaskStatus[None]) -> None:
+        await self._server.serve(listener, task_status=task_status)
+        self._served.set()
+
     def kill_engine(self) -> None:
         """The engine dies as of now; the service goes on and says so."""
         self.engine.kill()
@@ -89,12 +106,18 @@ async def open_worker(
     )
     engine = Engine(core, dialer=dialer, draw=rng.random)
     server = Servicer(engine, model=model, rng=rng).server()
-    worker = Worker(settings, address=listener.address, transfer_address=transfer_listener.address, engine=engine)
+    worker = Worker(
+        settings,
+        address=listener.address,
+        transfer_address=transfer_listener.address,
+        engine=engine,
+        server=server,
+    )
     try:
         with plain_errors():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.run, transfer_listener, name=f"engine of {settings.name}")
-                await nursery.start(server.serve, listener)
+                await nursery.start(worker._serve, listener)
                 yield worker
                 nursery.cancel_scope.cancel()
     finally:
