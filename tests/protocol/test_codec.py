@@ -37,6 +37,7 @@ from trio_router.protocol.messages import (
     OutputLogProbs,
     PlaceholderRange,
     SamplingParams,
+    ShmHandle,
     TensorData,
     TokenizedInput,
 )
@@ -258,6 +259,8 @@ class TestNumbers:
         assert decode(GenerateStreamChunk, hexed("10 ff ff ff ff ff ff ff ff ff 01")).prompt_tokens == 2**32 - 1
         assert decode(GenerateStreamChunk, hexed("0a 06 81 80 80 80 80 20")).token_ids == [1]
         assert decode(SamplingParams, hexed("b0 01 80 80 80 80 08")).logprobs == -(2**31)
+        assert decode(KvBlock, b"\x08" + b"\xff" * 9 + b"\x7f").block_hash == -1
+        assert decode(ShmHandle, b"\x10" + b"\xff" * 9 + b"\x7f").offset == 2**64 - 1
 
     def test_int64_of_either_sign(self) -> None:
         hashes = [-1, -(2**63), 2**63 - 1, 0]
@@ -291,6 +294,8 @@ class TestMalformedData:
             "0a 05 61",  # a string that is cut short
             "22 02 18",  # a sub-message that is cut short
             "22 01 18 05",  # a sub-message whose last field reaches beyond it
+            "22 01 18 28 01",  # the same, where what it reaches into makes sense both ways
+            "22 02 a0 06 28 01",  # the same with an unknown field
             "22 02 52 01 78",  # the same with counted bytes
             "28",  # a varint that is missing
             "28 80",  # a varint that is cut short

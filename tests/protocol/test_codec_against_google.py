@@ -119,7 +119,7 @@ def assert_written(ours: bytes, theirs: GoogleMessage) -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_both_read_the_same_and_what_we_write_back_is_the_same_to_google(
     google: Callable[[str], type[GoogleMessage]],
@@ -140,7 +140,7 @@ def test_both_read_the_same_and_what_we_write_back_is_the_same_to_google(
 
 
 @pytest.mark.parametrize("name", TYPES)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_betterproto_has_built_we_write_as_google_would(
     google: Callable[[str], type[GoogleMessage]],

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import betterproto
 
-from trio_router.errors import DecodeError
-from trio_router.protocol import decoding, encoding
-from trio_router.protocol.plan import PLACEHOLDER, Plan, Reader, Writer
-from trio_router.protocol.scalars import (
+from ..errors import DecodeError
+from . import decoding, encoding
+from .plan import PLACEHOLDER, Plan, Reader, Writer
+from .scalars import (
     FIXED_TYPES,
     PAYLOAD_TYPES,
     VARINT_TYPES,
@@ -27,7 +27,7 @@ from trio_router.protocol.scalars import (
     VarintType,
     enum_type,
 )
-from trio_router.protocol.varint import WIRE_BYTES, WIRE_VARINT, PackedReader, write_varint
+from .varint import WIRE_BYTES, WIRE_VARINT, PackedReader, write_varint
 
 M = TypeVar("M", bound=betterproto.Message)
 

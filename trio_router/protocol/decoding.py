@@ -10,9 +10,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from trio_router.errors import DecodeError
-from trio_router.protocol.plan import PLACEHOLDER, Plan, Reader, Values, message_of, values_of
-from trio_router.protocol.varint import (
+from ..errors import DecodeError
+from .plan import PLACEHOLDER, Plan, Reader, Values, message_of, values_of
+from .varint import (
     MAX_DEPTH,
     PackedReader,
     read_length,

@@ -13,9 +13,9 @@ from typing import Any
 
 import betterproto
 
-from trio_router.errors import BadRequest
-from trio_router.protocol.plan import PLACEHOLDER, Plan, Values, Writer, values_of
-from trio_router.protocol.varint import written
+from ..errors import BadRequest
+from .plan import PLACEHOLDER, Plan, Values, Writer, values_of
+from .varint import written
 
 
 def put(plan: Plan, out: list[bytes], values: Values) -> None:

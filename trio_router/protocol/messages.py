@@ -6,26 +6,26 @@ standard one is called service health.
 
 from __future__ import annotations
 
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthBase,
     HealthStub,
 )
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthCheckRequest as ServiceHealthRequest,
 )
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthCheckResponse as ServiceHealthResponse,
 )
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthCheckResponseServingStatus as ServingStatus,
 )
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthListRequest as ServiceHealthListRequest,
 )
-from trio_router.protocol.grpc.health.v1 import (
+from .grpc.health.v1 import (
     HealthListResponse as ServiceHealthListResponse,
 )
-from trio_router.protocol.smg.grpc.common import (
+from .smg.grpc.common import (
     EngineDisaggregation,
     EngineLoad,
     EngineLora,
@@ -55,13 +55,13 @@ from trio_router.protocol.smg.grpc.common import (
     StopProfileRequest,
     SubscribeKvEventsRequest,
 )
-from trio_router.protocol.trio_router.worker.v1 import (
+from .trio_router.worker.v1 import (
     GetCountersRequest,
     GetCountersResponse,
     ReferenceWorkerBase,
     ReferenceWorkerStub,
 )
-from trio_router.protocol.vllm.grpc.engine import (
+from .vllm.grpc.engine import (
     AbortRequest,
     AbortResponse,
     ChoiceConstraint,

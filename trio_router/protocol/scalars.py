@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import betterproto
 
-from trio_router.protocol.varint import MASK_64, written
+from .varint import MASK_64, written
 
 _MASK_32: Final = (1 << 32) - 1
 _SIGN_32: Final = 1 << 31

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from trio_router.errors import DecodeError
+from ..errors import DecodeError
 
 WIRE_VARINT: Final = 0
 WIRE_FIXED64: Final = 1

@@ -13,9 +13,9 @@ from typing import Final, TypeAlias
 
 import betterproto
 
-from trio_router.errors import DecodeError
-from trio_router.protocol.scalars import VARINT_TYPES
-from trio_router.protocol.varint import (
+from ..errors import DecodeError
+from .scalars import VARINT_TYPES
+from .varint import (
     MASK_64,
     MAX_FIELD_NUMBER,
     WIRE_BYTES,
