@@ -181,3 +181,16 @@ async def test_no_connection_outlives_a_cancelled_server(autojump_clock, start) 
     await site.done.wait()
 
     assert (site.server.connections, slow.cancelled) == (0, 5)
+
+
+async def test_responses_are_counted_by_status(autojump_clock, start) -> None:
+    site = await start(ok, max_body_bytes=10)
+    good, large, garbled = await site.connect(), await site.connect(), await site.connect()
+
+    await good.request("GET", "/")
+    await good.request("GET", "/")
+    await large.request("POST", "/", body=b"x" * 11)
+    await garbled.send(b"nonsense\r\n\r\n")
+    await garbled.response()
+
+    assert site.server.responses == {200: 2, 413: 1, 400: 1}

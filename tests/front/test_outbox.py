@@ -126,3 +126,14 @@ async def test_the_drained_callback_may_write_again(autojump_clock, box) -> None
             outbox.on_drained = None
 
     assert received == b"a" * 150 + b"b" * 250
+
+
+async def test_nobody_is_told_to_go_on_when_the_client_is_lost(autojump_clock, box) -> None:
+    outbox, _theirs, events = box(limit=200)
+    outbox.write(b"a" * 150)
+    await trio.testing.wait_all_tasks_blocked()
+    outbox.write(b"b" * 300)
+
+    await trio.sleep(1000)
+
+    assert events == ["broken"]

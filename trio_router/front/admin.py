@@ -36,6 +36,11 @@ class AdminFront:
             "/health": {"GET": alive},
         }
 
+    @property
+    def server(self) -> HttpServer:
+        """The server underneath."""
+        return self._server
+
     async def serve(self, listener: Listener, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until drained or cancelled; owns the listener."""
         await self._server.serve(listener, task_status=task_status)

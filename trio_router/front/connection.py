@@ -6,6 +6,7 @@ Owns the transport, the deadlines of reading and the request's scope. Must not k
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -51,8 +52,8 @@ class HttpConnection:
     """Serves one transport until either side has had enough."""
 
     __slots__ = (
-        "_budget", "_clock", "_draining", "_handler", "_idle", "_outbox", "_reserved", "_scope", "_settings",
-        "_transport", "_wire", "left",
+        "_budget", "_clock", "_draining", "_handler", "_idle", "_outbox", "_reserved", "_responses", "_scope",
+        "_settings", "_transport", "_wire", "left",
     )  # fmt: skip
 
     def __init__(
@@ -62,12 +63,14 @@ class HttpConnection:
         handler: Handler,
         settings: HttpSettings,
         budget: BodyBudget,
+        responses: Counter[int],
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._handler = handler
         self._settings = settings
         self._budget = budget
+        self._responses = responses
         self._clock = clock
         self._wire = Wire(max_header_bytes=settings.max_header_bytes)
         self._outbox: Outbox
@@ -229,6 +232,8 @@ class HttpConnection:
             _log.warning("handler failed after its client had left", exc_info=errors)
         finally:
             self._scope = None
+            if exchange.status is not None:
+                self._responses[exchange.status] += 1
         if not exchange.finished:
             raise ClientGone("the response cannot be completed")
 
@@ -270,6 +275,7 @@ class HttpConnection:
         reply = http_reply(fault)
         if not self._wire.can_respond:
             return
+        self._responses[reply.status] += 1
         length = (b"content-length", b"%d" % len(reply.body))
         head = self._wire.response_head(reply.status, headers=(length, *reply.headers, (b"connection", b"close")))
         try:

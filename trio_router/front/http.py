@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import trio
@@ -32,6 +33,7 @@ class HttpServer:
         self._settings = settings
         self._clock = clock
         self._budget = BodyBudget(settings.max_bodies_bytes)
+        self._responses: Counter[int] = Counter()
         self._connections: dict[HttpConnection, None] = {}
         self._slots = trio.Semaphore(settings.max_connections)
         self._accepting: trio.CancelScope | None = None
@@ -45,6 +47,11 @@ class HttpServer:
     def connections(self) -> int:
         """Open now."""
         return len(self._connections)
+
+    @property
+    def responses(self) -> Mapping[int, int]:
+        """How many responses have been sent, by status; refusals of unreadable requests included."""
+        return self._responses
 
     @property
     def held_body_bytes(self) -> int:
@@ -87,19 +94,28 @@ class HttpServer:
             nursery.start_soon(self._serve_one, transport)
 
     async def _next_transport(self, listener: Listener) -> Transport | None:
+        failures = 0
         while True:
             try:
                 return await listener.accept()
             except LinkError:
                 return None
             except OSError as exc:
-                # Out of descriptors, most likely: connections that end will give some back.
-                _log.warning("accepting a connection failed: %s", exc)
+                # Out of descriptors, most likely: connections that end will give some back. Said once, not ten times
+                # a second.
+                failures += 1
+                if failures == 1:
+                    _log.warning("accepting connections fails, trying again: %s", exc)
                 await trio.sleep(_ACCEPT_PAUSE)
 
     async def _serve_one(self, transport: Transport) -> None:
         connection = HttpConnection(
-            transport, handler=self._handler, settings=self._settings, budget=self._budget, clock=self._clock
+            transport,
+            handler=self._handler,
+            settings=self._settings,
+            budget=self._budget,
+            responses=self._responses,
+            clock=self._clock,
         )
         self._connections[connection] = None
         try:

@@ -113,6 +113,8 @@ class Outbox:
             elif trio.current_time() - last_progress >= self._stall_seconds:
                 self._break()
                 return
+        if self.broken:
+            return
         self._drained.set()
         if self.on_drained is not None:
             self.on_drained()

@@ -171,12 +171,12 @@ def scripted() -> type[ScriptedRouter]:
     return ScriptedRouter
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def read_events() -> Callable[[bytes], list[dict | str]]:
     return events_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def content() -> Callable[..., str]:
     return content_of
 

@@ -140,7 +140,7 @@ class EventSink(FrameSink):
 
     def __call__(self, messages: list[bytes]) -> bool:
         """As the base; False when the client is behind."""
-        self._joining = self._events.full or len(messages) > JOIN_ABOVE
+        self._joining = self._events.full or bool(self._held) or len(messages) > JOIN_ABOVE
         if self._joining:
             super().__call__(messages)
             return self.flush()
