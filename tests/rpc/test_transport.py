@@ -86,6 +86,18 @@ async def test_closing_wakes_our_own_waiter_with_an_error(nursery, make_pair):
     right.close()
 
 
+@PAIRS
+async def test_waiting_on_a_closed_transport_is_a_link_error_however_often(nursery, make_pair):
+    for _ in range(2):
+        left, right = await make_pair(nursery)
+        left.close()
+        for wait in (left.wait_readable, left.wait_writable):
+            for _ in range(2):
+                with pytest.raises(LinkError, match="closed"):
+                    await wait()
+        right.close()
+
+
 async def test_a_memory_link_holds_its_capacity_and_no_more():
     left, right = memory_link(10)
     assert left.send_nowait(b"0123456789ab") == 10
@@ -115,6 +127,9 @@ async def test_a_closed_listener_wakes_its_acceptor():
             accepting.start_soon(accept)
             await trio.testing.wait_all_tasks_blocked()
             listener.close()
+        for _ in range(2):
+            with pytest.raises(LinkError, match="closed"):
+                await listener.accept()
 
 
 @pytest.mark.parametrize(

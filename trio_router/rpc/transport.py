@@ -102,20 +102,27 @@ class SocketTransport:
 
     async def wait_readable(self) -> None:
         try:
-            await trio.lowlevel.wait_readable(self._socket)
-        except (trio.ClosedResourceError, OSError, ValueError) as exc:
+            await trio.lowlevel.wait_readable(self._open_socket())
+        except (trio.ClosedResourceError, OSError) as exc:
             raise LinkError(f"connection to {self.peer} is closed") from exc
 
     async def wait_writable(self) -> None:
         try:
-            await trio.lowlevel.wait_writable(self._socket)
-        except (trio.ClosedResourceError, OSError, ValueError) as exc:
+            await trio.lowlevel.wait_writable(self._open_socket())
+        except (trio.ClosedResourceError, OSError) as exc:
             raise LinkError(f"connection to {self.peer} is closed") from exc
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
+
+    def _open_socket(self) -> socket.socket:
+        # trio must never be asked to wait for a closed socket: it would enter a waiter for descriptor -1, fail, keep
+        # the entry, and tell whoever waits for a closed socket next that the descriptor is busy (trio 0.35).
+        if self._socket.fileno() < 0:
+            raise LinkError(f"connection to {self.peer} is closed")
+        return self._socket
 
 
 class TcpListener:
@@ -132,13 +139,13 @@ class TcpListener:
         return f"<TcpListener {self.address}>"
 
     async def accept(self) -> Transport:
-        while True:
+        while self._socket.fileno() >= 0:
             try:
                 await trio.lowlevel.wait_readable(self._socket)
                 sock, peer = self._socket.accept()
             except BlockingIOError:
                 continue
-            except (trio.ClosedResourceError, ValueError) as exc:
+            except trio.ClosedResourceError as exc:
                 raise LinkError(f"listener {self.address} is closed") from exc
             except OSError as exc:
                 if self._socket.fileno() < 0:
@@ -148,6 +155,7 @@ class TcpListener:
                     await trio.sleep(_ACCEPT_PAUSE)
                 continue
             return SocketTransport(sock, peer=_format_address(peer))
+        raise LinkError(f"listener {self.address} is closed")
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
