@@ -192,7 +192,7 @@ async def test_a_body_that_keeps_coming_may_take_its_time(autojump_clock, start)
     assert len((await client.response()).body) == 100_000
 
 
-async def test_a_client_that_reads_nothing_is_dropped_with_its_handler(autojump_clock, start, make_gate) -> None:
+async def test_i11_a_client_that_reads_nothing_is_dropped_with_its_handler(autojump_clock, start, make_gate) -> None:
     async def without_end(exchange: Exchange) -> None:
         writer = exchange.start_stream()
         while True:
@@ -348,7 +348,7 @@ async def test_expect_continue_over_the_limit_is_refused_without_the_body(autoju
     assert (await client.response()).status == 413
 
 
-async def test_malformed_http_is_told_and_ends_the_connection_only(autojump_clock, start) -> None:
+async def test_i12_malformed_http_is_told_and_ends_its_connection_only(autojump_clock, start) -> None:
     site = await start(echo)
     bad, good = await site.connect(), await site.connect()
     await bad.send(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")

@@ -73,7 +73,7 @@ class HttpConnection:
         self._responses = responses
         self._clock = clock
         self._wire = Wire(max_header_bytes=settings.max_header_bytes)
-        self._outbox: Outbox
+        self._outbox: Outbox  # made by `run`, before its first checkpoint
         self._scope: trio.CancelScope | None = None
         self._idle: trio.CancelScope | None = None
         self._draining = False
@@ -88,6 +88,11 @@ class HttpConnection:
     def is_idle(self) -> bool:
         """Nothing of a request has come: closing harms nobody."""
         return self._idle is not None
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of responses, waiting for the client to take them."""
+        return self._outbox.pending_bytes
 
     def close_when_idle(self) -> None:
         """Finish what is under way, then close; at once if nothing is."""

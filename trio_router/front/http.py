@@ -54,6 +54,11 @@ class HttpServer:
         return self._responses
 
     @property
+    def pending_bytes(self) -> int:
+        """Of responses, waiting for clients to take them."""
+        return sum(connection.pending_bytes for connection in self._connections)
+
+    @property
     def held_body_bytes(self) -> int:
         """Of request bodies being read or handled now."""
         return self._budget.held_bytes

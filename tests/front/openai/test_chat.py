@@ -354,7 +354,7 @@ async def test_without_workers_it_is_unavailable_not_unknown(autojump_clock, ser
 
 
 @pytest.mark.parametrize("asked", [HELLO, STREAM])
-async def test_a_failure_before_the_first_byte_is_the_status(autojump_clock, serve, scripted, frames, asked) -> None:
+async def test_case_d3_a_shed_request_is_told_when_to_come_back(autojump_clock, serve, scripted, frames, asked) -> None:
     busy = WorkerUnavailable("all workers are busy")
     busy.retry_after = 10.0
     client = await (await serve(scripted([1.0, busy]))).connect()

@@ -41,7 +41,7 @@ def test_pieces_of_any_size_say_the_same_by_either_way(tokenizer, data, text: st
 
 
 @given(data=st.data(), text=TEXTS, show=st.booleans(), fast=st.booleans())
-def test_a_stop_string_ends_the_text_however_it_is_cut(tokenizer, data, text: str, show: bool, fast: bool) -> None:
+def test_case_c7_a_stop_ends_the_text_however_it_is_cut(tokenizer, data, text: str, show: bool, fast: bool) -> None:
     token_ids = tokenizer.encode(text)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(token_ids)), max_size=len(token_ids))))
     choice = Choice(0, rules=TextRules(tokenizer=tokenizer, stops=("STOP",), show_stops=show))

@@ -88,6 +88,7 @@ async def test_case_c9_a_slow_reader_throttles_its_worker_and_memory_stays_flat(
     assert len(received) >= 50 * 1024
     assert stream.sent_bytes < 2 * 65536 + len(received) + 4096
     assert offered * events_bytes > 100 * stream.sent_bytes
+    assert site.server.pending_bytes < 65536
     assert router.outcomes == ["open"]
 
 

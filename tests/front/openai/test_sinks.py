@@ -101,7 +101,7 @@ def test_a_client_that_is_behind_gets_nothing_more_but_loses_nothing(event_sink,
     assert events.sends == 2
 
 
-def test_what_is_held_for_a_whole_window_is_small(event_sink, frames, tokenizer) -> None:
+def test_i9_what_is_held_for_a_whole_window_is_small(event_sink, frames, tokenizer) -> None:
     sink, events = event_sink()
     [token] = tokenizer.encode(" this")
     frame = frames.chunk([token])
