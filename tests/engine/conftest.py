@@ -68,7 +68,7 @@ def make_language() -> Language:
     rng = random.Random(1)
     words = list(range(60))
     passages = [rng.choices([*words, FULL_STOP], k=400) for _ in range(40)]
-    return Language(passages, starters=words, ends={FULL_STOP}, eos_token_id=EOS)
+    return Language(passages, starters=words, ends={FULL_STOP}, word_starts=range(63), eos_token_id=EOS)
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,7 @@ def test_a_freed_block_keeps_its_contents_until_it_is_handed_out_and_overwritten
     assert cache.read(block) == bytes(SIZE * SLOT_BYTES)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=4), st.binary(max_size=200))
 def test_whole_blocks_only_are_written(blocks, data):
     cache = KvCache(num_blocks=5, block_size=SIZE)
@@ -140,6 +141,7 @@ def test_a_number_that_is_no_block_cannot_be_read(block):
         KvCache(num_blocks=5, block_size=SIZE).read([0, block])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=30))
 def test_hashes_agree_exactly_as_far_as_the_contexts_do(left, right):
     a, b = chain_hashes(left, block_size=SIZE), chain_hashes(right, block_size=SIZE)

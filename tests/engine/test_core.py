@@ -239,6 +239,19 @@ class TestHandoff:
         assert (listener.token_ids, listener.finish.reason) == ([], FinishReason.ERROR)
         assert (core.cache.held_blocks, core.active) == (0, 0)
 
+    def test_a_leg_aborted_while_it_pulls_keeps_its_blocks_until_nobody_writes_to_them(self, make_core, submit):
+        core = make_core(role="decode")
+        params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e"}
+        params |= {"remote_host": "h", "remote_port": 1, "remote_request_id": "r"}
+        sequence, listener = submit(core, list(range(10)), directive=read_directive(params, prompt_blocks=3))
+        core.admit(now=0.0)
+        core.abort(sequence)
+        assert listener.finish.reason is FinishReason.ABORT
+        assert (core.cache.held_blocks, core.active) == (3, 1)
+        core.loaded(sequence, data=bytes(3 * 4 * 8), now=0.0)
+        assert (core.cache.held_blocks, core.active) == (0, 0)
+        assert core.counters.pulls == 0
+
     def test_a_decode_worker_without_a_handoff_counts_what_it_computes(self, make_core, submit, run):
         core = make_core(role="decode")
         submit(core, list(range(10)))
@@ -294,6 +307,22 @@ class TestHolding:
         run(core, now=12.0)
         assert len(listener.token_ids) == 8
         assert core.next_ready is None
+
+
+class TestAdmission:
+    def test_a_newcomer_leaves_a_block_for_each_that_runs(self, make_core, submit):
+        core = make_core(num_blocks=10, max_context_length=40)
+        for start in (0, 20):
+            submit(core, list(range(start, start + 16)), max_tokens=4)
+        core.admit(now=0.0)
+        assert (len(core.running), core.cache.free_blocks) == (2, 2)
+        submit(core, [50], max_tokens=1)
+        core.admit(now=0.0)
+        assert len(core.waiting) == 1, "one block is there, but the two that run will need it"
+        while core.waiting:
+            core.perform(core.plan(now=0.0), now=0.0)
+            core.admit(now=0.0)
+        assert core.counters.preemptions == 0
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -119,3 +119,14 @@ def test_a_failure_needs_no_frame():
     replies.fail(EngineFailure.DEAD)
     assert replies.done.is_set()
     assert replies.failure is EngineFailure.DEAD
+
+
+def test_room_for_one_choice_is_not_taken_for_room_for_all():
+    sink = Sink()
+    sink.room = 1
+    replies = Replies(sink, choices=3, streaming=True, touched=lambda _sink: None)
+    for index in range(3):
+        replies.put(choice(index), token_ids=[index], finish=None)
+    for expected in (2, 3):
+        sink.make_room(1)
+        assert len(sink.frames) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_router.engine.responses import ChoiceEncoder
@@ -19,6 +19,7 @@ counts = st.integers(0, 2**32 - 1)
 positive = st.integers(1, 2**32 - 1)
 
 
+@settings(deadline=None)
 @given(token_ids | st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=1), positive, counts, st.integers(0, 300))
 def test_a_chunk_is_the_codecs(ids, prompt_tokens, cached_tokens, index):
     encoder = ChoiceEncoder(index=index, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_router.engine.sidechannel import (
@@ -33,6 +33,7 @@ frames = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(frames, max_size=8), st.integers(1, 50))
 def test_frames_arrive_whole_and_in_order_through_any_pipe(sent, capacity):
     async def main():

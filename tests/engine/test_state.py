@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_router.engine.state import ROOT, advance, fold
@@ -18,6 +18,7 @@ def slots(token_ids: list[int]) -> list[int]:
     return result
 
 
+@settings(deadline=None)
 @given(tokens, st.data())
 def test_changing_one_token_changes_every_slot_from_there_on(token_ids, data):
     place = data.draw(st.integers(0, len(token_ids) - 1))
@@ -30,6 +31,7 @@ def test_changing_one_token_changes_every_slot_from_there_on(token_ids, data):
     assert all(a != b for a, b in zip(before[place:], after[place:], strict=True))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=8, unique=True), st.data())
 def test_folding_tells_swapped_blocks_apart(blocks, data):
     first, second = data.draw(st.permutations(range(len(blocks))))[:2]

@@ -40,13 +40,25 @@ class KvCache:
     those whose content is published can be taken back out of that order by a hit.
     """
 
-    __slots__ = ("_free", "_hash_of", "_held", "_index", "block_size", "evictions", "memory", "num_blocks")
+    __slots__ = (
+        "_free",
+        "_hash_of",
+        "_held",
+        "_index",
+        "block_size",
+        "evictions",
+        "memory",
+        "num_blocks",
+        "releases",
+    )
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.memory = array("Q", bytes(num_blocks * block_size * SLOT_BYTES))
         self.evictions = 0
+        self.releases = 0
+        """Calls that may have freed something: as long as it stands still, what did not fit does not fit."""
         self._held: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._index: dict[bytes, int] = {}
@@ -105,6 +117,7 @@ class KvCache:
         The last block of a chain is reused first: a prefix without its tail is still worth something, a tail
         without its prefix nothing.
         """
+        self.releases += 1
         for block in reversed(blocks):
             left = self._held[block] - 1
             if left:

@@ -52,6 +52,7 @@ class Core:
         self.waiting: deque[Sequence] = deque()
         self.pulling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._blocked_at: tuple[Sequence, int] | None = None
         self._language = language
         self._draw = draw
 
@@ -79,7 +80,9 @@ class Core:
             if sequence.directive.fatal is not None and not sequence.generated:
                 self.die()
                 break
-            if not self._give_blocks(sequence):
+            if self._blocked_at == (sequence, self.cache.releases) or not self._give_blocks(sequence):
+                # Looked for again only when blocks have come back.
+                self._blocked_at = (sequence, self.cache.releases)
                 break
             self.waiting.popleft()
             if sequence.pull is not None:
@@ -96,7 +99,8 @@ class Core:
         size = cache.block_size
         hits = cache.match(sequence.reusable_hashes(size))
         fresh = -(-len(sequence.tokens) // size) - len(hits)
-        if not cache.fits(hits, fresh=fresh):
+        # A block for each of those that run already: else the newcomer would be preempted with its prefill wasted.
+        if not cache.fits(hits, fresh=fresh + len(self.running)):
             return False
         cache.retain(hits)
         allocated = cache.allocate(fresh)
@@ -154,14 +158,17 @@ class Core:
         chunks: list[tuple[Sequence, int]] = []
         decodes: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.phase is not Phase.RUNNING:
-                continue
-            if sequence.is_prefilling:
-                count = min(sequence.prefill_end - sequence.computed, budget)
+            remaining = sequence.prefill_end - sequence.computed
+            if remaining > 0:
+                count = min(remaining, budget)
                 if count:
                     budget -= count
                     chunks.append((sequence, count))
-            elif self._may_sample(sequence, now=now) and self._make_room(sequence):
+            elif (
+                (len(sequence.tokens) > sequence.prompt_length or self._may_begin(sequence, now=now))
+                and sequence.phase is Phase.RUNNING
+                and self._make_room(sequence)
+            ):
                 decodes.append(sequence)
         # Making room for one may have preempted another that was counted in before it.
         chunks = [(sequence, count) for sequence, count in chunks if sequence.phase is Phase.RUNNING]
@@ -182,7 +189,7 @@ class Core:
             if sequence.phase is Phase.RUNNING:
                 self._count_prompt(sequence, count=count)
                 sequence.compute(self.cache, count=count)
-                if not sequence.is_prefilling and self._may_sample(sequence, now=now):
+                if not sequence.is_prefilling and (sequence.generated or self._may_begin(sequence, now=now)):
                     self._emit(sequence, now=now)
         for sequence in step.decodes:
             if sequence.phase is Phase.RUNNING:
@@ -196,10 +203,9 @@ class Core:
         """When the first sequence held back by a delay may go on; None when there is none."""
         return min((sequence.ready_at for sequence in self.running if sequence.ready_at is not None), default=None)
 
-    def _may_sample(self, sequence: Sequence, *, now: float) -> bool:
+    def _may_begin(self, sequence: Sequence, *, now: float) -> bool:
+        """Whether a sequence whose context is ready may give its first token."""
         faults = self.faults
-        if sequence.generated:
-            return True
         if faults.hold_prefill and sequence.directive.pin:
             return False
         if faults.first_frame_delay_seconds and sequence.ready_at is None:
@@ -242,7 +248,7 @@ class Core:
     def _emit(self, sequence: Sequence, *, now: float) -> None:
         token = sequence.sample(self._language)
         self.counters.generated_tokens += 1
-        finish = sequence.judge(token, eos_token_id=self._language.eos_token_id)
+        finish = sequence.judge(token)
         if finish is None:
             sequence.outlet.put(sequence, token_ids=[token], finish=None)
         else:

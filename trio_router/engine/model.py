@@ -55,6 +55,7 @@ def load_model(directory: Path = ASSETS) -> Model:
         language=Language.from_corpus(
             (directory / "corpus.txt").read_text(encoding="utf-8"),
             encode=tokenizer.encode,
+            decode=tokenizer.decode,
             eos_token_id=int(str(config["eos_token_id"])),
         ),
         config=config,

@@ -164,8 +164,17 @@ class Peers:
         if peer is None or peer.state is PeerState.LOST:
             peer = Peer(address, engine_id=engine_id, settings=self._settings, dialer=self._dialer)
             self._peers[address, engine_id] = peer
-            self._nursery.start_soon(peer.run, name=f"side channel at {address}")
+            self._nursery.start_soon(self._keep, peer, name=f"side channel at {address}")
         return peer
+
+    async def _keep(self, peer: Peer) -> None:
+        # Addresses come from requests: those that led nowhere must not pile up.
+        key = (peer.address, peer.engine_id)
+        try:
+            await peer.run()
+        finally:
+            if self._peers.get(key) is peer:
+                del self._peers[key]
 
     async def pull(self, handoff: Handoff, *, blocks: tuple[int, ...]) -> bytes:
         """Read blocks of a handoff, then tell the prefill worker that it may free them all. Raises PullFailed."""
@@ -191,10 +200,10 @@ class Peers:
             return
         later: list[RemoteSource] = []
         for source in self._deferred:
-            peer = self._peers[source.address, source.engine_id]
-            if peer.state is PeerState.COLD:
+            peer = self._peers.get((source.address, source.engine_id))
+            if peer is not None and peer.state is PeerState.COLD:
                 later.append(source)
-            elif peer.state is PeerState.WARM:
+            elif peer is not None and peer.state is PeerState.WARM:
                 peer.post(Release(request_id=source.request_id))
                 self._counters.notices_sent += 1
         self._deferred = later

@@ -92,7 +92,8 @@ async def open_worker(
 ) -> AsyncIterator[Worker]:
     """Serve until the block is left; calls under way are then cancelled and both listeners closed.
 
-    `dialer` reaches other workers' side channels. `model` defaults to the one in the package.
+    Handoffs name `transfer_listener.address`, so other workers must be able to dial it as it is (not 0.0.0.0). `dialer`
+    reaches their side channels. `model` defaults to the one in the package.
     """
     # Not a secret: the seed makes a run repeatable, the name keeps two workers of one seed apart.
     rng = random.Random(f"{settings.seed}/{settings.name}")  # noqa: S311
