@@ -23,7 +23,8 @@ PACKAGES = ("grpc", "smg", "trio_router", "vllm")
 def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     into = tmp_path_factory.mktemp("regenerated")
     command = [sys.executable, str(ROOT / "protos" / "regenerate.py"), "--into", str(into)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
     return into
 
 
