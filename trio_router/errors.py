@@ -17,6 +17,8 @@ class RouterError(Exception):
     grpc_status: ClassVar[Status] = Status.INTERNAL
     http_status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    retry_after: float | None = None
+    """Seconds after which another try makes sense, where that is known."""
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)

@@ -80,7 +80,7 @@ def started(*arguments: str) -> Iterator[Process]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Addresses of two prefill and two decode workers and a plain one, and of a router before the pairs and the plain one."""
+    """Addresses of two prefill, two decode and one plain worker, and of the two routers before them."""
 
     prefill: list[str]
     decode: list[str]
