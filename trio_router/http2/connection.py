@@ -43,6 +43,11 @@ class Connection:
         return self._core.error
 
     @property
+    def greeted(self) -> bool:
+        """The peer's SETTINGS have come, which are the first it says: its limits are known."""
+        return not self._inbound._settings_due
+
+    @property
     def goaway_received(self) -> GoAway | None:
         """The latest GOAWAY of the peer."""
         return self._core.goaway_received

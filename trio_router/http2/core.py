@@ -193,6 +193,10 @@ class Core:
             stream.receive_left += window - self.receive_window
         self.receive_window = window
         self.stream_credit_mark = window // 2
+        for stream in self.streams.values():
+            # What was buffered under a larger window is owed now; else a message that began before would wait for ever.
+            if not (stream.messages or stream.taken or stream.remote_ended):
+                self.return_credit(stream)
 
     def return_credit(self, stream: Stream) -> None:
         """Give back what is owed to the stream's peer, if it is worth a frame. Unread messages owe nothing yet."""

@@ -53,7 +53,7 @@ _NO_PSEUDO: Final[frozenset[bytes]] = frozenset()
 # RFC 9113 8.2.1: visible lower-case ASCII without a colon.
 _NAME: Final = re.compile(rb"[!-9;-@\[-~]+").fullmatch
 _BAD_IN_VALUE: Final = re.compile(rb"[\x00\r\n]").search
-_STATUS: Final = re.compile(rb"[1-9][0-9][0-9]").fullmatch
+_FINAL_STATUS: Final = re.compile(rb"[2-9][0-9][0-9]").fullmatch
 _EDGE_SPACE: Final = b" \t"
 
 
@@ -92,7 +92,7 @@ class HeaderDecoder:
             return list(self._hpack.decode(block, raw=True))
         except hpack.OversizedHeaderListError as error:
             raise ProtocolViolation(str(error), h2_code=ErrorCode.ENHANCE_YOUR_CALM) from error
-        except (hpack.HPACKError, IndexError) as error:  # hpack indexes past the end of some truncated literals
+        except hpack.HPACKError as error:
             raise ProtocolViolation(
                 f"header block cannot be decoded: {error}", h2_code=ErrorCode.COMPRESSION_ERROR
             ) from error
@@ -151,11 +151,11 @@ def check_request(headers: Headers) -> ProtocolViolation | None:
 
 
 def check_response(headers: Headers) -> ProtocolViolation | None:
-    """Why `headers` is no well-formed response (8.3.2), final or informational, or None."""
+    """Why `headers` is no well-formed final response (8.3.2), or None."""
     problem = _check(headers, pseudo=_RESPONSE_PSEUDO)
     if problem is None:
         status = status_of(headers)
-        if status is None or not _STATUS(status) or status == b"101":  # 101 does not exist in HTTP/2 (8.6)
+        if status is None or not _FINAL_STATUS(status):
             problem = f"response status {status!r}"
     return ProtocolViolation(problem) if problem else None
 

@@ -350,7 +350,7 @@ class Inbound:
             self._fail_stream(stream, "the stream's window overflows", ErrorCode.FLOW_CONTROL_ERROR)
         else:
             stream.send_window = window
-            self._core.outbox.wake(stream)
+            self._core.outbox.update(stream)
 
     def _grow_connection_window(self, increment: int) -> None:
         if increment == 0:
@@ -390,7 +390,7 @@ class Inbound:
                     "INITIAL_WINDOW_SIZE overflows a stream's window", h2_code=ErrorCode.FLOW_CONTROL_ERROR
                 )
             stream.send_window = window
-            core.outbox.wake(stream)
+            core.outbox.update(stream)
 
     def _settings_acked(self) -> None:
         core = self._core

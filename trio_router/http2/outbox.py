@@ -80,12 +80,14 @@ class Outbox:
             size += PREFIX_BYTES + len(message)
         stream.queued_bytes += size
         stream.flowing = False
-        self.wake(stream)
+        self.update(stream)
 
-    def wake(self, stream: Stream) -> None:
-        """The stream's window or queue has grown: let it take turns if it can send."""
+    def update(self, stream: Stream) -> None:
+        """The stream's window or queue has changed: it takes turns exactly while it has both."""
         if stream.queued_bytes and stream.send_window > 0:
             self._ring[stream.id] = stream
+        else:
+            self._ring.pop(stream.id, None)
 
     def drop(self, stream: Stream) -> None:
         """Forget what a stream has queued."""
@@ -126,6 +128,7 @@ class Outbox:
             length = min(frames.SEND_FRAME_BYTES, stream.queued_bytes, stream.send_window, self._rest)
             self._emit(stream, length)
             room -= frames.FRAME_HEADER.size + length
+            self.update(stream)
             if stream.id in ring:
                 ring.move_to_end(stream.id)
 
@@ -145,14 +148,12 @@ class Outbox:
             if ending is not None:
                 stream.ending = None
                 self._on_ended(stream)
-        elif stream.send_window <= 0:
-            del self._ring[stream.id]
 
     def _set_drained(self, stream: Stream) -> None:
         stream.queue = None
         stream.queued_bytes = 0
         stream.flowing = stream.sendable
-        self._ring.pop(stream.id, None)
+        self.update(stream)
         self._drained[stream.id] = stream
 
 
