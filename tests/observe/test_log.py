@@ -1,0 +1,145 @@
+"""Logs: one line for each request, one form for everything, nothing of what clients wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+import structlog
+
+from trio_router.observe.hooks import Outcome, RequestRecord
+from trio_router.observe.log import LogSettings, RequestLog, request_fields, set_up_logging
+
+RECORD = RequestRecord(
+    request_id="chatcmpl-1",
+    outcome=Outcome.OK,
+    attempts=2,
+    prefill_worker="p:1",
+    decode_worker="d:1",
+    received_at=10.0,
+    prefill_started_at=10.001,
+    prefill_ended_at=10.101,
+    decode_started_at=10.102,
+    first_frame_at=10.121,
+    ended_at=11.0,
+    finish_reason="stop",
+    prompt_tokens=18,
+    cached_tokens=16,
+    output_tokens=48,
+    client="http",
+    workers_tried=("p:2",),
+)
+NEVER_STARTED = RequestRecord(
+    request_id="x", outcome=Outcome.FAILED, error_code="no_available_workers", received_at=1.0, ended_at=1.0
+)
+
+
+@pytest.fixture
+def stream():
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    yield io.StringIO()
+    root.handlers[:], level = before
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+class TestFields:
+    def test_durations_are_milliseconds_between_the_points_they_name(self):
+        fields = request_fields(RECORD)
+        spans = {name: value for name, value in fields.items() if name.endswith("_ms")}
+        assert spans == {
+            "queue_ms": 1.0,
+            "prefill_ms": 100.0,
+            "handoff_ms": 20.0,
+            "ttft_ms": 121.0,
+            "total_ms": 1000.0,
+        }
+
+    def test_workers_outcome_and_counts_are_there(self):
+        fields = request_fields(RECORD)
+        assert fields["outcome"] == "ok"
+        assert (fields["prefill"], fields["decode"], fields["failed_on"]) == ("p:1", "d:1", ["p:2"])
+        assert (fields["prompt_tokens"], fields["cached_tokens"], fields["output_tokens"]) == (18, 16, 48)
+
+    def test_what_was_never_reached_is_left_out(self):
+        assert set(request_fields(NEVER_STARTED)) == {
+            "request_id",
+            "outcome",
+            "code",
+            "client",
+            "attempts",
+            "prompt_tokens",
+            "cached_tokens",
+            "output_tokens",
+            "total_ms",
+        }
+
+    def test_an_id_can_forge_no_line_and_fill_no_page(self):
+        evil = RequestRecord(request_id="a\nb\x1b[31m" + "c" * 1000, outcome=Outcome.OK, received_at=0.0, ended_at=0.0)
+        shown = request_fields(evil)["request_id"]
+        assert shown.startswith("a?b?[31mccc")
+        assert len(shown) == 128
+
+
+class TestLines:
+    def test_an_ended_request_is_exactly_one_line(self, stream):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        RequestLog().request_ended(RECORD)
+        [line] = stream.getvalue().splitlines()
+        entry = json.loads(line)
+        assert entry["event"] == "request"
+        assert entry["level"] == "info"
+        assert request_fields(RECORD).items() <= entry.items()
+
+    @pytest.mark.parametrize(
+        ("outcome", "level"),
+        [
+            (Outcome.OK, "info"),
+            (Outcome.CLIENT_LEFT, "info"),
+            (Outcome.ABORTED, "info"),
+            (Outcome.FAILED, "warning"),
+            (Outcome.TIMEOUT, "warning"),
+        ],
+    )
+    def test_what_a_client_decided_is_no_warning_and_what_failed_is(self, stream, outcome, level):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        RequestLog().request_ended(RequestRecord(request_id="x", outcome=outcome, received_at=0.0, ended_at=0.0))
+        assert json.loads(stream.getvalue())["level"] == level
+
+    def test_a_worker_that_goes_is_a_warning(self, stream):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        RequestLog().worker_ready(worker="d:1", role="decode", ready=True)
+        RequestLog().worker_ready(worker="d:1", role="decode", ready=False)
+        entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [(entry["event"], entry["level"]) for entry in entries] == [
+            ("worker ready", "info"),
+            ("worker not ready", "warning"),
+        ]
+
+    def test_the_level_holds_for_requests_and_for_what_modules_log(self, stream):
+        set_up_logging(LogSettings(json=True, level="warning"), stream=stream)
+        RequestLog().request_ended(RECORD)
+        logging.getLogger("trio_router.dispatch").info("quiet")
+        assert stream.getvalue() == ""
+        logging.getLogger("trio_router.dispatch").warning("loud %d", 1)
+        assert json.loads(stream.getvalue())["event"] == "loud 1"
+
+    def test_a_module_s_exception_is_one_json_line(self, stream):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("trio_router.rpc").exception("handler failed")
+        [line] = stream.getvalue().splitlines()
+        assert json.loads(line)["exception"][0]["exc_value"] == "broken"
+
+    def test_text_is_for_people_and_without_colours_in_a_file(self, stream):
+        set_up_logging(LogSettings(), stream=stream)
+        RequestLog().request_ended(RECORD)
+        [line] = stream.getvalue().splitlines()
+        assert "\x1b" not in line
+        assert "outcome=ok" in line
+        assert "ttft_ms=121.0" in line

@@ -1,0 +1,125 @@
+"""Logs, on stderr: how they are formatted, and the one line that every ended request gets.
+
+Never in a log: prompts, generated text, URLs of media, payloads. Whoever needs more of a request has its id.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+import structlog
+from structlog.typing import Processor
+
+from .hooks import Observer, Outcome, RequestRecord
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+_MAX_ID_CHARS: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """How much is logged, and in which form."""
+
+    level: str = "info"
+    json: bool = False
+
+
+def set_up_logging(settings: LogSettings, *, stream: TextIO | None = None) -> None:
+    """Send everything that is logged in this process to `stream` (stderr by default), in one form."""
+    stream = stream or sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *(_json_form() if settings.json else _text_form(stream)),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(settings.level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def _json_form() -> list[Processor]:
+    return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+
+
+def _text_form(stream: TextIO) -> list[Processor]:
+    return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=24)]
+
+
+# What went wrong here or at a worker is worth a look; what a client decided is not.
+_LEVEL_OF: Final = {
+    Outcome.OK: logging.INFO,
+    Outcome.CLIENT_LEFT: logging.INFO,
+    Outcome.ABORTED: logging.INFO,
+    Outcome.FAILED: logging.WARNING,
+    Outcome.TIMEOUT: logging.WARNING,
+}
+
+
+class RequestLog(Observer):
+    """One line for each request that has ended, and one for each worker that comes or goes."""
+
+    def __init__(self) -> None:
+        self._log = structlog.stdlib.get_logger("trio_router.requests")
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self._log.log(_LEVEL_OF[record.outcome], "request", **request_fields(record))
+
+    def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
+        level = logging.INFO if ready else logging.WARNING
+        self._log.log(level, "worker ready" if ready else "worker not ready", worker=worker, role=role)
+
+
+def request_fields(record: RequestRecord) -> dict[str, Any]:
+    """What the line says: fields that are known, durations in milliseconds, nothing a client wrote but its id."""
+    fields: dict[str, Any] = {
+        "request_id": _one_line(record.request_id),
+        "outcome": record.outcome.value,
+        "code": record.error_code,
+        "finish_reason": record.finish_reason,
+        "client": record.client,
+        "prefill": record.prefill_worker,
+        "decode": record.decode_worker,
+        "attempts": record.attempts,
+        "failed_on": list(record.workers_tried) or None,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "queue_ms": _span(record.received_at, record.prefill_started_at or record.decode_started_at),
+        "prefill_ms": _span(record.prefill_started_at, record.prefill_ended_at),
+        "handoff_ms": _span(record.prefill_ended_at, record.first_frame_at),
+        "ttft_ms": _span(record.received_at, record.first_frame_at),
+        "total_ms": _span(record.received_at, record.ended_at),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _one_line(text: str) -> str:
+    """A client chooses its id: no line ends or terminal codes may come out of it, nor a page of text."""
+    return "".join(char if char.isprintable() else "?" for char in text[:_MAX_ID_CHARS])
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round((end - start) * 1000, 2)
