@@ -1,0 +1,136 @@
+"""What the settings of a service become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trio_router.config import SWITCH, Row, gather
+from trio_router.dispatch.router import RouterSettings
+from trio_router.errors import ConfigError
+from trio_router.fleet.worker import WorkerRole, WorkerSpec
+from trio_router.settings import (
+    SECTIONS,
+    ListenSettings,
+    ServiceSettings,
+    TextSettings,
+    service_settings,
+)
+
+ROWS = [row for section in SECTIONS for row in section.rows]
+PAIR = {"prefill": ["grpc://a:1"], "decode": ["grpc://b:2"]}
+OTHER_TEXT = {
+    "prefill": ["grpc://p:1"],
+    "decode": ["grpc://d:1"],
+    "worker_urls": ["grpc://w:1"],
+    "host": "10.0.0.9",
+    "prometheus_host": "10.0.0.9",
+    "tokenizer_path": "/models/one",
+    "chat_template": "/models/one.jinja",
+    "log_level": "debug",
+}
+
+
+def settings_of(**flags) -> ServiceSettings:
+    return service_settings(gather(SECTIONS, flags=flags))
+
+
+def test_without_settings_the_records_are_as_their_own_defaults_are():
+    assert settings_of() == ServiceSettings(router=RouterSettings())
+
+
+def another(row: Row) -> object:
+    """A value that is right for the row and not its default."""
+    if row.kind is SWITCH:
+        return True
+    if row.name in OTHER_TEXT:
+        return OTHER_TEXT[row.name]
+    return str(row.default + (0.5 if isinstance(row.default, float) else 1))
+
+
+# One policy exists so far: its setting can only refuse the others.
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name != "policy"], ids=lambda row: row.name)
+def test_no_setting_does_nothing(row):
+    assert settings_of(**{row.name: another(row)}) != settings_of()
+
+
+def test_the_names_of_settings_are_told_apart_whatever_their_section():
+    names = [row.name for row in ROWS]
+    assert sorted(set(names)) == sorted(names)
+
+
+class TestWorkers:
+    def test_each_flag_makes_workers_of_its_role_in_order(self):
+        given = settings_of(prefill=["grpc://p:1 8998", "grpc://q:2", "grpc://r:3 none"], decode=["grpc://d:4"])
+        assert given.router.workers == (
+            WorkerSpec(url="grpc://p:1", role=WorkerRole.PREFILL, bootstrap_port=8998),
+            WorkerSpec(url="grpc://q:2", role=WorkerRole.PREFILL),
+            WorkerSpec(url="grpc://r:3", role=WorkerRole.PREFILL),
+            WorkerSpec(url="grpc://d:4", role=WorkerRole.DECODE),
+        )
+        assert settings_of(worker_urls=["grpc://w:1"]).router.workers == (
+            WorkerSpec(url="grpc://w:1", role=WorkerRole.PLAIN),
+        )
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            ({"prefill": ["grpc://a:1 http"]}, "--prefill: 'grpc://a:1 http' is not URL or URL BOOTSTRAP_PORT"),
+            ({"prefill": ["grpc://a:1 70000"]}, "--prefill: 'grpc://a:1 70000' is not URL or URL BOOTSTRAP_PORT"),
+            ({"prefill": ["grpc://a:1 grpc://b:1"]}, "--prefill: 'grpc://a:1 grpc://b:1' is not URL or"),
+            ({"prefill": ["grpc://a:1 1 2"]}, "--prefill: 'grpc://a:1 1 2' is not URL or URL BOOTSTRAP_PORT"),
+            ({"decode": ["grpc://a:1 8998"]}, "--decode: 'grpc://a:1 8998' is not URL"),
+            ({"decode": ["http://a:1"]}, "--decode: worker URL 'http://a:1' is not grpc://host:port"),
+            ({"worker_urls": ["a:1"]}, "--worker-urls: worker URL 'a:1' is not grpc://host:port"),
+        ],
+    )
+    def test_a_wrong_one_is_told_with_its_source(self, flags, told):
+        with pytest.raises(ConfigError) as caught:
+            settings_of(**flags)
+        assert caught.value.message.startswith(told)
+
+
+class TestRetries:
+    def test_the_flags_count_attempts_and_milliseconds(self):
+        retry = settings_of(
+            retry_max_retries="3", retry_initial_backoff_ms="20", retry_max_backoff_ms="100"
+        ).router.retry
+        assert (retry.attempts, retry.initial_backoff, retry.max_backoff) == (3, 0.02, 0.1)
+
+    def test_disabled_means_one_attempt_whatever_else_is_said(self):
+        assert settings_of(retry_max_retries="3", disable_retries=True).router.retry.attempts == 1
+
+
+class TestValidation:
+    def test_a_pair_on_default_ports_is_fine(self):
+        settings_of(**PAIR).validate()
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            ({}, "no workers"),
+            ({"prefill": ["grpc://a:1"]}, "only prefill workers"),
+            (PAIR | {"grpc_port": "30000"}, "grpc_port and port are both 30000"),
+            (PAIR | {"prometheus_port": "30001"}, "prometheus_port and grpc_port are both 30001"),
+        ],
+    )
+    def test_what_cannot_work_together_is_refused(self, flags, told):
+        with pytest.raises(ConfigError, match=told):
+            settings_of(**flags).validate()
+
+    def test_ports_may_be_equal_on_different_hosts_or_left_to_the_system(self):
+        ListenSettings(port=0, grpc_port=0, prometheus_port=0).validate()
+        ListenSettings(host="10.0.0.1", port=9, grpc_port=8, prometheus_host="127.0.0.1", prometheus_port=9).validate()
+
+    def test_paths_must_lead_somewhere(self, tmp_path):
+        good = TextSettings(tokenizer_path=tmp_path, chat_template=Path(__file__))
+        good.validate()
+        with pytest.raises(ConfigError, match=r"tokenizer_path: .* is not a directory"):
+            replace(good, tokenizer_path=tmp_path / "none").validate()
+        with pytest.raises(ConfigError, match=r"chat_template: .* is not a file"):
+            replace(good, chat_template=tmp_path).validate()
+
+    def test_a_home_directory_may_be_written_short(self):
+        assert settings_of(tokenizer_path="~/model").text.tokenizer_path == Path.home() / "model"
