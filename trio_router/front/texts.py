@@ -79,9 +79,11 @@ class BundleText:
         async with self._loading:
             if self._tokenizer is None:
                 archive, sha256 = await self._source.tokenizer_bundle()
-                load_it = partial(_load_bundle, archive, sha256=sha256, clock=self._clock)
-                self._tokenizer = await self._offload(load_it)
+                self._tokenizer = await self._offload(partial(self._load, archive, sha256=sha256))
             return self._tokenizer
+
+    def _load(self, archive: bytes, *, sha256: str) -> Tokenizer:
+        return prepare(self._adapt(unpack(archive, sha256=sha256)), clock=self._clock)
 
     async def warm(self) -> None:
         """Try until the tokenizer is there, so that readiness does not wait for a first request. Cancel it at will."""
@@ -95,10 +97,6 @@ class BundleText:
             else:
                 return
             await trio.sleep(_RETRY_SECONDS)
-
-
-def _load_bundle(archive: bytes, *, sha256: str, clock: Callable[[], datetime] | None) -> Tokenizer:
-    return prepare(unpack(archive, sha256=sha256), clock=clock)
 
 
 def prepare(files: TokenizerFiles, *, clock: Callable[[], datetime] | None = None) -> Tokenizer:
