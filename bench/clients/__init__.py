@@ -1,0 +1,1 @@
+"""Load clients, each in a process of its own."""
