@@ -7,7 +7,6 @@ import json
 import logging
 
 import pytest
-import structlog
 
 from trio_router.observe.hooks import Outcome, RequestRecord
 from trio_router.observe.log import LogSettings, RequestLog, request_fields, set_up_logging
@@ -43,7 +42,6 @@ def stream():
     yield io.StringIO()
     root.handlers[:], level = before
     root.setLevel(level)
-    structlog.reset_defaults()
 
 
 class TestFields:
@@ -135,6 +133,12 @@ class TestLines:
             logging.getLogger("trio_router.rpc").exception("handler failed")
         [line] = stream.getvalue().splitlines()
         assert json.loads(line)["exception"][0]["exc_value"] == "broken"
+
+    def test_without_set_up_entries_go_to_the_logging_of_the_process(self, caplog):
+        with caplog.at_level("INFO", logger="trio_router.requests"):
+            RequestLog().request_ended(RECORD)
+        [entry] = caplog.records
+        assert (entry.name, entry.levelname) == ("trio_router.requests", "INFO")
 
     def test_text_is_for_people_and_without_colours_in_a_file(self, stream):
         set_up_logging(LogSettings(), stream=stream)

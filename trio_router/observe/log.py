@@ -27,19 +27,24 @@ class LogSettings:
     json: bool = False
 
 
+# What every entry gets, whoever made it.
+_SHARED: Final[list[Processor]] = [
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+]
+
+
 def set_up_logging(settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    """Send everything that is logged in this process to `stream` (stderr by default), in one form."""
+    """Send everything that is logged in this process to `stream` (stderr by default), in one form.
+
+    A process that embeds the router need not call it: without it, entries go wherever its own `logging` sends them.
+    """
     stream = stream or sys.stderr
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=_SHARED,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 *(_json_form() if settings.json else _text_form(stream)),
@@ -49,15 +54,6 @@ def set_up_logging(settings: LogSettings, *, stream: TextIO | None = None) -> No
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
 
 
 def _json_form() -> list[Processor]:
@@ -82,7 +78,15 @@ class RequestLog(Observer):
     """One line for each request that has ended, and one for each worker that comes or goes."""
 
     def __init__(self) -> None:
-        self._log = structlog.stdlib.get_logger("trio_router.requests")
+        self._log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+            logging.getLogger("trio_router.requests"),
+            processors=[
+                structlog.stdlib.filter_by_level,
+                *_SHARED,
+                structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
 
     def request_ended(self, record: RequestRecord) -> None:
         self._log.log(_LEVEL_OF[record.outcome], "request", **request_fields(record))
