@@ -1,0 +1,258 @@
+"""A whole router process: the router, its fronts, the metrics listener and the tokenizer, tied together and taken down.
+
+It builds what the settings describe and passes it down; it must not know the command line, nor how anything it builds
+works.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Final, TypeVar
+
+import msgspec
+import trio
+
+from .dispatch.router import Router, open_router
+from .errors import ConfigError
+from .front.admin import AdminFront
+from .front.app import HttpFront
+from .front.grpc import grpc_server
+from .front.seams import Offload, Readiness
+from .front.texts import BundleText, LoadedText, prepare
+from .observe.hooks import Observer, Observers
+from .observe.log import RequestLog
+from .observe.metrics import Metrics, WorkerState, make_registry
+from .rpc.server import Server
+from .rpc.transport import Dialer, Listener, dial_tcp, open_tcp_listener
+from .scopes import plain_errors
+from .settings import ServiceSettings, TextSettings
+from .text.bundle import TokenizerFiles, read_directory
+
+OFFLOAD_THREADS: Final = 4
+"""For rendering, tokenizing long prompts and loading tokenizers: enough to use a few cores, few enough that a burst of
+long prompts cannot take them all."""
+# What a model's maker may recommend; anything else in that JSON is not for a router.
+_RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_log: Final = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Listen = Callable[[str, int], Awaitable[Listener]]
+"""Opens a listener on a host and port."""
+
+
+class Threads:
+    """An Offload with threads of its own, so that nothing else that uses threads can starve it."""
+
+    def __init__(self, count: int = OFFLOAD_THREADS) -> None:
+        self._limiter = trio.CapacityLimiter(count)
+
+    async def __call__(self, function: Callable[[], T]) -> T:
+        # What is offloaded computes and has no effects: a request that has gone need not wait for it.
+        return await trio.to_thread.run_sync(function, limiter=self._limiter, abandon_on_cancel=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a service listens, as `host:port`."""
+
+    http: str
+    grpc: str
+    metrics: str
+
+
+class Service:
+    """A running router process, made by `open_service`."""
+
+    def __init__(
+        self, *, router: Router, texts: LoadedText | BundleText, http: HttpFront, grpc: Server, addresses: Addresses
+    ) -> None:
+        self.router = router
+        self.addresses = addresses
+        self._texts = texts
+        self._texts_ready = trio.Event()
+        self._http = http
+        self._grpc = grpc
+        self._grpc_scope = trio.CancelScope()
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+        self._draining = False
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving"
+        return f"<Service {state} {self.addresses.http} {self.addresses.grpc} {self.router!r}>"
+
+    async def wait_ready(self) -> None:
+        """Return when a request could be served: every leg has a worker, and a tokenizer is here."""
+        await self.router.wait_ready()
+        await self._texts_ready.wait()
+
+    async def wait_ended(self) -> None:
+        """Return when both fronts have ended, after `drain` or `stop`."""
+        await self._ended.wait()
+
+    def drain(self, *, grace: float) -> None:
+        """Take nothing new, say so in readiness, and let what runs finish for at most `grace` seconds."""
+        self._draining = True
+        self._http.drain(grace=grace)
+        self._grpc_scope.deadline = trio.current_time() + grace
+        self._grpc.drain()
+
+    def stop(self) -> None:
+        """End everything now."""
+        self._scope.cancel(reason="stopped")
+
+    async def warm_texts(self) -> None:
+        """Try until the tokenizer is here."""
+        if isinstance(self._texts, BundleText):
+            await self._texts.warm()
+        self._texts_ready.set()
+
+    async def run_fronts(self, *, http: Listener, grpc: Listener, task_status: trio.TaskStatus[None]) -> None:
+        """Serve both until they have ended."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(self._http.serve, http)
+                    await nursery.start(self._serve_grpc, grpc)
+                    task_status.started()
+        finally:
+            self._ended.set()
+
+    async def _serve_grpc(self, listener: Listener, *, task_status: trio.TaskStatus[None]) -> None:
+        with self._grpc_scope:
+            await self._grpc.serve(listener, task_status=task_status)
+
+
+@asynccontextmanager
+async def open_service(
+    settings: ServiceSettings,
+    *,
+    observer: Observer | None = None,
+    listen: Listen | None = None,
+    dialer: Dialer = dial_tcp,
+    offload: Offload | None = None,
+) -> AsyncIterator[Service]:
+    """Serve as long as the block lasts; leaving it cancels what still runs (`drain` first, to be polite).
+
+    `observer` is told what the metrics and the log are told. Raises ConfigError for settings that cannot work here,
+    BadBundle for tokenizer files that cannot be used.
+    """
+    settings.validate()
+    listen = listen or _listen_tcp
+    offload = offload or Threads()
+    metrics = Metrics()
+    observers = [metrics, RequestLog(), *([observer] if observer else [])]
+    with ExitStack() as owned, plain_errors():
+        opened = await _open_listeners(settings, listen=listen, owned=owned)
+        async with open_router(settings.router, dialer=dialer, observer=Observers(*observers)) as router:
+            metrics.workers = lambda: fleet(router)
+            texts = await _open_texts(settings.text, router=router, offload=offload)
+            service = Service(
+                router=router,
+                texts=texts,
+                http=HttpFront(
+                    router,
+                    texts,
+                    settings=settings.front,
+                    readiness=lambda: _readiness(router),
+                    sampling_defaults=lambda model: _sampling_defaults(router, model),
+                    offload=offload,
+                ),
+                grpc=grpc_server(router),
+                addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
+            )
+            async with trio.open_nursery() as nursery:
+                await nursery.start(AdminFront(make_registry(metrics)).serve, opened["metrics"])
+                start_fronts = _start_fronts(service, opened)
+                await nursery.start(start_fronts)
+                nursery.start_soon(service.warm_texts)
+                yield service
+                nursery.cancel_scope.cancel()
+
+
+def _start_fronts(service: Service, opened: Mapping[str, Listener]) -> Callable[..., Awaitable[None]]:
+    async def run(*, task_status: trio.TaskStatus[None]) -> None:
+        await service.run_fronts(http=opened["http"], grpc=opened["grpc"], task_status=task_status)
+
+    return run
+
+
+async def _open_listeners(settings: ServiceSettings, *, listen: Listen, owned: ExitStack) -> dict[str, Listener]:
+    where = settings.listen
+    wanted = {
+        "http": ("port", where.host, where.port),
+        "grpc": ("grpc_port", where.host, where.grpc_port),
+        "metrics": ("prometheus_port", where.prometheus_host, where.prometheus_port),
+    }
+    opened: dict[str, Listener] = {}
+    for name, (setting, host, port) in wanted.items():
+        try:
+            opened[name] = await listen(host, port)
+        except OSError as exc:
+            raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        owned.callback(opened[name].close)
+    return opened
+
+
+async def _listen_tcp(host: str, port: int) -> Listener:
+    return await open_tcp_listener(host, port=port)
+
+
+async def _open_texts(settings: TextSettings, *, router: Router, offload: Offload) -> LoadedText | BundleText:
+    template = settings.chat_template
+
+    def adapt(files: TokenizerFiles) -> TokenizerFiles:
+        if template is None:
+            return files
+        # The name that comes before every other place a model may keep its template in.
+        return TokenizerFiles(contents={**files.contents, "chat_template.jinja": template.read_bytes()})
+
+    directory = settings.tokenizer_path
+    if directory is None:
+        return BundleText(router, offload=offload, clock=datetime.now, adapt=adapt)
+    return LoadedText(await offload(lambda: prepare(adapt(read_directory(directory)), clock=datetime.now)))
+
+
+def fleet(router: Router) -> tuple[WorkerState, ...]:
+    """The workers as metrics show them."""
+    return tuple(
+        WorkerState(
+            name=worker.name,
+            role=worker.spec.role.value,
+            model=worker.facts.model if worker.facts is not None else "unknown",
+            ready=worker.ready,
+            in_flight=worker.in_flight,
+        )
+        for worker in router.registry.workers
+    )
+
+
+def _readiness(router: Router) -> Readiness:
+    workers = router.registry.workers
+    return Readiness(
+        ready=router.ready,
+        reason="" if router.ready else "insufficient healthy workers",
+        healthy_workers=sum(worker.ready for worker in workers),
+        total_workers=len(workers),
+    )
+
+
+def _sampling_defaults(router: Router, model: str) -> Mapping[str, float]:
+    facts = [worker.facts for worker in router.registry.workers if worker.facts is not None]
+    known = [each.model_info.default_sampling_params_json for each in facts if each.model == model]
+    return _recommended(next(filter(None, known), "{}"))
+
+
+@lru_cache(maxsize=64)
+def _recommended(text: str) -> Mapping[str, float]:
+    try:
+        given = msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError:
+        _log.warning("a worker's default sampling parameters are not a JSON object and are not used")
+        return {}
+    return {name: float(value) for name in _RECOMMENDED if isinstance(value := given.get(name), int | float)}
