@@ -1,0 +1,212 @@
+"""`trio-router worker`: one reference worker as a process, its options, its sockets, and an end that lets it finish."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ..config import (
+    COUNT,
+    MILLISECONDS,
+    PORT,
+    RATE,
+    SECONDS,
+    SECONDS_OR_NONE,
+    TEXT,
+    WHOLE,
+    Row,
+    Section,
+    Values,
+    choice,
+)
+from ..engine.settings import Role, WorkerSettings
+from ..engine.worker import Worker, open_worker
+from ..errors import ConfigError
+from ..rpc.transport import Listener, open_tcp_listener
+from ..settings import LOG_SECTION
+
+_POLL: Final = 0.05
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProcessSettings:
+    """A worker and where it listens. Port 0: the system chooses. `shutdown_grace` is in seconds."""
+
+    worker: WorkerSettings
+    host: str = "127.0.0.1"
+    port: int = 50051
+    transfer_port: int = 0
+    shutdown_grace: float = 30.0
+
+
+_DEFAULT: Final = WorkerSettings(name="worker")
+
+WORKER_SECTIONS: Final = (
+    Section(
+        name="worker",
+        title="what it is",
+        rows=(
+            Row(
+                name="role",
+                kind=choice(*(role.value for role in Role)),
+                default=Role.PLAIN.value,
+                help="which leg it serves; a plain worker serves whole requests",
+            ),
+            Row(name="name", kind=TEXT, metavars=("NAME",), help="its name in logs and ids (default: role and port)"),
+            Row(
+                name="model_name",
+                kind=TEXT,
+                default=_DEFAULT.model_name,
+                metavars=("NAME",),
+                help="model name it claims to serve",
+            ),
+            Row(name="seed", kind=WHOLE, default=_DEFAULT.seed, help="of its random choices"),
+        ),
+    ),
+    Section(
+        name="listen",
+        title="listening",
+        rows=(
+            Row(
+                name="host",
+                kind=TEXT,
+                default="127.0.0.1",
+                metavars=("HOST",),
+                help="address to listen on, and the one that other workers pull from: give one they can reach",
+            ),
+            Row(name="port", kind=PORT, default=50051, help="gRPC"),
+            Row(name="transfer_port", kind=PORT, default=0, help="transfers of KV state between workers"),
+            Row(
+                name="shutdown_grace_period_secs",
+                kind=SECONDS_OR_NONE,
+                default=30.0,
+                help="after SIGTERM or Ctrl-C, how long calls and handoffs may take to finish",
+            ),
+        ),
+    ),
+    Section(
+        name="engine",
+        title="the simulated engine",
+        rows=(
+            Row(name="block_size", kind=COUNT, default=_DEFAULT.block_size, help="tokens in a block of KV cache"),
+            Row(name="num_blocks", kind=COUNT, default=_DEFAULT.num_blocks, help="blocks of KV cache"),
+            Row(name="max_num_seqs", kind=COUNT, default=_DEFAULT.max_num_seqs, help="sequences that run at one time"),
+            Row(
+                name="max_context_length",
+                kind=COUNT,
+                default=_DEFAULT.max_context_length,
+                help="tokens of prompt and answer together",
+            ),
+            Row(
+                name="max_batched_tokens",
+                kind=COUNT,
+                default=_DEFAULT.max_batched_tokens,
+                help="prompt tokens of one engine step",
+            ),
+            Row(
+                name="prefill_tokens_per_second",
+                kind=RATE,
+                default=_DEFAULT.prefill_tokens_per_second,
+                help="speed of prompts",
+            ),
+            Row(
+                name="inter_token_ms",
+                kind=MILLISECONDS,
+                default=_DEFAULT.inter_token_seconds * 1000,
+                help="time from one token to the next; 0 is as fast as the machine can",
+            ),
+            Row(
+                name="lease_secs",
+                kind=SECONDS,
+                default=_DEFAULT.lease_seconds,
+                help="how long a handoff that nobody pulls is held",
+            ),
+            Row(
+                name="handshake_secs",
+                kind=SECONDS,
+                default=_DEFAULT.handshake_seconds,
+                help="how long a decode worker tries to reach a prefill worker",
+            ),
+            Row(name="tp_size", kind=COUNT, default=_DEFAULT.tp_size, help="tensor parallel size it claims"),
+        ),
+    ),
+    LOG_SECTION,
+)
+
+
+def worker_settings(values: Values) -> WorkerProcessSettings:
+    """Make the records. Raises ConfigError for knobs that cannot go together."""
+    worker = WorkerSettings(
+        name=values["name"] or f"{values['role']}-{values['port']}",
+        role=values["role"],
+        model_name=values["model_name"],
+        seed=values["seed"],
+        block_size=values["block_size"],
+        num_blocks=values["num_blocks"],
+        max_num_seqs=values["max_num_seqs"],
+        max_context_length=values["max_context_length"],
+        max_batched_tokens=values["max_batched_tokens"],
+        prefill_tokens_per_second=values["prefill_tokens_per_second"],
+        inter_token_seconds=values["inter_token_ms"] / 1000,
+        lease_seconds=values["lease_secs"],
+        handshake_seconds=values["handshake_secs"],
+        tp_size=values["tp_size"],
+    )
+    return WorkerProcessSettings(
+        worker=worker,
+        host=values["host"],
+        port=values["port"],
+        transfer_port=values["transfer_port"],
+        shutdown_grace=values["shutdown_grace_period_secs"],
+    )
+
+
+async def run_worker(settings: WorkerProcessSettings, *, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then let calls finish; a second signal ends everything at once.
+
+    `say` gets one line, beginning with "ready", when calls are answered.
+    """
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        listener = await _listen("port", settings.host, settings.port)
+        try:
+            transfers = await _listen("transfer_port", settings.host, settings.transfer_port)
+        except ConfigError:
+            listener.close()
+            raise
+        async with open_worker(settings.worker, listener=listener, transfer_listener=transfers) as worker:
+            role = settings.worker.role
+            say(f"ready: {role} worker on grpc://{worker.address} (transfers on {worker.transfer_address})")
+            name = await anext(signals)
+            _log.info("%s: calls may take %g s to finish", signal.Signals(name).name, settings.shutdown_grace)
+            with trio.move_on_after(settings.shutdown_grace):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_hurry, signals, nursery)
+                    await _quiet(worker)
+                    nursery.cancel_scope.cancel()
+
+
+async def _quiet(worker: Worker) -> None:
+    """Wait until nothing runs and nobody has a handoff to fetch; pulls come by another way than calls."""
+    await worker.drain()
+    # The ledger is the engine's and has no event; this runs once, in the last seconds of a process.
+    while worker.ledger:  # noqa: ASYNC110
+        await trio.sleep(_POLL)
+
+
+async def _hurry(signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
+    number = await anext(signals)
+    _log.warning("%s again: ending everything now", signal.Signals(number).name)
+    nursery.cancel_scope.cancel()
+
+
+async def _listen(setting: str, host: str, port: int) -> Listener:
+    try:
+        return await open_tcp_listener(host, port=port)
+    except OSError as exc:
+        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
