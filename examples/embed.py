@@ -28,7 +28,9 @@ SETTINGS = RouterSettings(
 
 async def main() -> None:
     prompt = TokenizedInput(input_ids=[72, 101, 108, 108, 111], original_text="Hello")
-    request = GenerateRequest(tokenized=prompt, sampling_params=SamplingParams(max_tokens=16), stream=True)
+    request = GenerateRequest(
+        tokenized=prompt, sampling_params=SamplingParams(temperature=0.0, max_tokens=16), stream=True
+    )
 
     async with open_router(SETTINGS) as router:
         with trio.fail_after(10):

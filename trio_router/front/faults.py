@@ -36,7 +36,7 @@ class BodiesBusy(RouterError):
     grpc_status = Status.RESOURCE_EXHAUSTED
     http_status = 429
     code = "body_budget_exhausted"
-    retry_after: ClassVar[float] = 1.0
+    retry_after: float = 1.0
 
 
 class UnsupportedMedia(BadRequest):
