@@ -111,10 +111,22 @@ class TestMessagesLargerThanTheWindow:
         pair.client_reading = False
         pair.server.send_messages(served, [b"first", b"x" * 1000])
         pair.settle()
-        assert stream.messages == [b"first"]
+        assert (stream.messages, served.queued_bytes) == ([b"first"], 10 + 1005 - 64)
         assert stream.take() == [b"first"]
+        stream.credit()
         pair.settle()
-        assert stream.messages == []  # taken, not consumed
+        assert stream.take() == [b"x" * 1000]
+
+    def test_one_waits_while_another_is_taken_and_not_consumed(self, make_pair):
+        pair = make_pair(client=TINY)
+        stream, served = pair.call()
+        pair.client_reading = False
+        pair.server.send_messages(served, [b"first"])
+        pair.settle()
+        assert stream.take() == [b"first"]
+        pair.server.send_messages(served, [b"x" * 1000])
+        pair.settle()
+        assert (stream.messages, served.queued_bytes) == ([], 10 + 1005 - 64)
         stream.credit()
         pair.settle()
         assert stream.take() == [b"x" * 1000]

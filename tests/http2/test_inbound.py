@@ -210,6 +210,10 @@ class TestConnectionErrors:
     def test_streams_of_the_other_parity_are_idle_for_ever(self, make_scripted, role):
         peer = make_scripted(role)
         receiving(peer)
+        if role is Role.SERVER:
+            peer.headers(3, REQUEST)
+        else:
+            peer.connection.open_stream(REQUEST)
         peer.data(2, b"x")
         assert peer.connection.error.h2_code == ErrorCode.PROTOCOL_ERROR
 
@@ -454,6 +458,23 @@ class TestMessages:
         stream = receiving(peer)
         peer.data(1, join([b"x" * 100]))
         assert stream.messages == [b"x" * 100]
+
+    def test_the_rest_of_a_message_may_look_like_a_whole_one(self, make_scripted):
+        peer = make_scripted(Role.SERVER)
+        stream = receiving(peer)
+        whole = join([b"a message"])
+        for piece in (join([whole])[:5], whole, whole):
+            peer.data(1, piece)
+        assert stream.messages == [whole, b"a message"]
+
+    def test_no_reset_for_a_stream_that_both_ends_have_ended(self, make_scripted):
+        peer = make_scripted(Role.CLIENT)
+        stream = receiving(peer)
+        peer.connection.end_stream(stream)
+        peer.output()
+        peer.data(1, b"\0\0", end=True)
+        assert stream.failure is not None
+        assert peer.output() == []
 
     @pytest.mark.parametrize("padding", [0, 1, 255])
     def test_padding_is_no_part_of_a_message(self, make_scripted, padding):

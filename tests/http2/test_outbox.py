@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trio_router.http2 import ErrorCode, Http2Settings, Role, frames
 from trio_router.http2.frames import FrameType
+from trio_router.http2.framing import join
 from trio_router.http2.outbox import DIRECT_LIMIT_BYTES
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/test/Method")]
@@ -112,12 +113,20 @@ class TestTurns:
         # At most the rest of a frame that had begun to leave stands before it.
         assert peer.connection.take_output().index(b"\0\0\x0a\0\0\0\0\0\x03\0\0\0\0\x05token") <= 16_384
 
-    def test_queued_data_leaves_even_when_others_send_straight_without_end(self, serve):
-        peer, (large, busy) = serve(2, window=HUGE, connection=HUGE)
-        peer.connection.send_messages(large, [b"x" * 2_000_000])
+    def test_a_message_never_overtakes_another_of_its_stream(self, serve):
+        peer, (stream,) = serve(window=HUGE, connection=HUGE)
+        peer.connection.send_messages(stream, [b"x" * 20_000])
+        peer.connection.send_messages(stream, [b"token"])
+        peer.connection.send_messages(stream, [b"a", b"b"])
+        written = b"".join(frame.payload for frame in peer.output())
+        assert written == join([b"x" * 20_000, b"token", b"a", b"b"])
+
+    def test_queued_data_leaves_even_when_others_fill_every_output(self, serve):
+        peer, (large, *busy) = serve(65, window=HUGE, connection=HUGE)
+        peer.connection.send_messages(large, [b"x" * 200_000])
         for _ in range(40):
-            for _ in range(200):
-                peer.connection.send_messages(busy, [b"y" * 4000])
+            for stream in busy:
+                peer.connection.send_messages(stream, [b"y" * 4090])
             peer.connection.take_output()
         assert large.queued_bytes == 0
 
