@@ -32,6 +32,7 @@ from trio_router.protocol.wire import (
     get_varint,
     is_complete,
     scan_chunk,
+    token_count,
 )
 
 REQUEST, RESPONSE = "vllm.grpc.engine.GenerateRequest", "vllm.grpc.engine.GenerateResponse"
@@ -139,6 +140,27 @@ class TestScanningChunks:
 
 
 NAMES = ("token_ids", "prompt_tokens", "completion_tokens", "cached_tokens", "index")
+
+
+class TestCountingTokens:
+    @given(expected=CHUNKS, at=st.integers(0, 400), byte=st.binary(max_size=1), dropped=st.integers(0, 2))
+    def test_it_agrees_with_the_scanner_on_whole_and_damaged_chunks(
+        self, expected: GenerateStreamChunk, at: int, byte: bytes, dropped: int
+    ) -> None:
+        whole = encode(GenerateResponse(chunk=expected))
+        at %= len(whole)
+        for wire in (whole, whole[:at] + byte + whole[at + dropped :]):
+            scanned = scan_chunk(wire)
+            assert token_count(wire) == (None if scanned is None else len(scanned[0]))
+
+    @given(token_id=U32, byte=st.binary(min_size=1, max_size=1), at=st.integers(0, 30))
+    def test_it_agrees_with_the_scanner_on_one_token(self, token_id: int, byte: bytes, at: int) -> None:
+        whole = chunk(token_ids=[token_id], prompt_tokens=2048, completion_tokens=1, cached_tokens=1536, index=3)
+        assert token_count(whole) == 1
+        at %= len(whole)
+        damaged = whole[:at] + byte + whole[at + 1 :]
+        scanned = scan_chunk(damaged)
+        assert token_count(damaged) == (None if scanned is None else len(scanned[0]))
 
 
 class TestIsComplete:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import DecodeFailed, WorkerRejected
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
-from ..protocol.wire import is_complete, scan_chunk
+from ..protocol.wire import is_complete, token_count
 from ..rpc.call import ClientCall, Sink
 from ..rpc.link import Flush
 from ..rpc.metadata import RpcError
@@ -76,8 +76,10 @@ class GenerateStream:
         its client is behind (call `resume` later). `flush` runs once per batch. What `sink` raises is raised here.
         """
 
+        note = self._note
+
         def counted(batch: list[bytes]) -> bool:
-            self._note(batch)
+            note(batch)
             return sink(batch)
 
         try:
@@ -94,13 +96,15 @@ class GenerateStream:
         timeline = self.timeline
         timeline.frames += len(batch)
         for data in batch:
-            plain = scan_chunk(data)
-            if plain is not None:
-                timeline.output_tokens += len(plain[0])
-            elif is_complete(data):
-                self._completes.append(data)
-            else:
-                timeline.output_tokens += len(decode(GenerateResponse, data).chunk.token_ids)
+            count = token_count(data)
+            timeline.output_tokens += self._note_irregular(data) if count is None else count
+
+    def _note_irregular(self, data: bytes) -> int:
+        """Any frame but a plain chunk; returns the tokens it adds."""
+        if is_complete(data):
+            self._completes.append(data)
+            return 0
+        return len(decode(GenerateResponse, data).chunk.token_ids)
 
     def _finish(self) -> None:
         if len(self._completes) < self._choices:
