@@ -83,6 +83,7 @@ class TestWorkers:
             ({"prefill": ["grpc://a:1 1 2"]}, "--prefill: 'grpc://a:1 1 2' is not URL or URL BOOTSTRAP_PORT"),
             ({"decode": ["grpc://a:1 8998"]}, "--decode: 'grpc://a:1 8998' is not URL"),
             ({"decode": ["http://a:1"]}, "--decode: worker URL 'http://a:1' is not grpc://host:port"),
+            ({"prefill": [" "]}, "--prefill: worker URL '' is not grpc://host:port"),
             ({"worker_urls": ["a:1"]}, "--worker-urls: worker URL 'a:1' is not grpc://host:port"),
         ],
     )

@@ -59,7 +59,9 @@ FRACTION: Final = Kind(
     type=Annotated[float, msgspec.Meta(ge=0, le=1)], expects="a fraction from 0 to 1", metavar="FRACTION"
 )
 SWITCH: Final = Kind(type=bool, expects="true or false", metavar="BOOL")
-TEXT: Final = Kind(type=Annotated[str, msgspec.Meta(min_length=1)], expects="a text", metavar="TEXT")
+# An argument or variable of bytes that are no UTF-8 comes with lone surrogates in it, which nothing can send on.
+_UTF8: Final = r"\A[^\ud800-\udfff]+\Z"
+TEXT: Final = Kind(type=Annotated[str, msgspec.Meta(pattern=_UTF8)], expects="a text in UTF-8", metavar="TEXT")
 PATH: Final = Kind(type=Annotated[str, msgspec.Meta(min_length=1)], expects="a path", metavar="PATH")
 
 

@@ -143,7 +143,6 @@ async def open_service(
     BadBundle for tokenizer files that cannot be used.
     """
     settings.validate()
-    listen = listen or _listen_tcp
     offload = offload or Threads()
     metrics = Metrics()
     observers = [metrics, RequestLog(), *([observer] if observer else [])]
@@ -182,7 +181,7 @@ def _start_fronts(service: Service, opened: Mapping[str, Listener]) -> Callable[
     return run
 
 
-async def _open_listeners(settings: ServiceSettings, *, listen: Listen, owned: ExitStack) -> dict[str, Listener]:
+async def _open_listeners(settings: ServiceSettings, *, listen: Listen | None, owned: ExitStack) -> dict[str, Listener]:
     where = settings.listen
     wanted = {
         "http": ("port", where.host, where.port),
@@ -191,12 +190,19 @@ async def _open_listeners(settings: ServiceSettings, *, listen: Listen, owned: E
     }
     opened: dict[str, Listener] = {}
     for name, (setting, host, port) in wanted.items():
-        try:
-            opened[name] = await listen(host, port)
-        except OSError as exc:
-            raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        opened[name] = await open_listener(setting, host, port, listen=listen)
         owned.callback(opened[name].close)
     return opened
+
+
+async def open_listener(setting: str, host: str, port: int, *, listen: Listen | None = None) -> Listener:
+    """Listen on TCP, or wherever `listen` does. Raises ConfigError, naming the setting, when that is not possible."""
+    try:
+        return await (listen or _listen_tcp)(host, port)
+    except (OSError, UnicodeError) as exc:
+        # A host name with an empty or overlong label is a UnicodeError to the resolver.
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {reason}") from exc
 
 
 async def _listen_tcp(host: str, port: int) -> Listener:

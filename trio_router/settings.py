@@ -366,7 +366,7 @@ def _workers(values: Values) -> tuple[WorkerSpec, ...]:
 
 
 def _worker(text: str, *, name: str, role: WorkerRole, values: Values) -> WorkerSpec:
-    url, *rest = text.split()
+    url, *rest = text.split() or [""]
     port = rest[0] if rest else None
     if port == "none":
         # How other gateways spell "no bootstrap server".

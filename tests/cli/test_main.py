@@ -77,6 +77,8 @@ class TestComplaints:
                 "tokenizer_path: /no/such is not a directory with tokenizer files",
             ),
             (["serve", *PAIR, "--host", "203.0.113.1"], "port: cannot listen on 203.0.113.1:30000: "),
+            (["worker", "--host", "no..name"], "port: cannot listen on no..name:50051: "),
+            (["demo", "--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not a text in UTF-8"),
             (["worker", "--role", "both"], "--role: 'both' is not one of prefill, decode, plain"),
             (["demo", "--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
         ],
@@ -93,6 +95,28 @@ class TestComplaints:
         assert done.returncode == 1
         [line] = done.stderr.splitlines()
         assert "No tokenizer files found" in line
+
+
+class TestOutput:
+    def test_a_terminal_that_cannot_show_a_character_gets_another(self):
+        done = run("demo", "--once", "--max-tokens", "2", "--prompt", "caf\u00e9", PYTHONIOENCODING="ascii")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "you      caf?" in done.stdout
+        assert done.stdout.isascii()
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
+    def test_output_that_cannot_be_written_is_a_failure_told_in_one_line(self):
+        with open("/dev/full", "w") as full:  # noqa: PTH123  # a device
+            done = subprocess.run(
+                [sys.executable, "-m", "trio_router", "--help"],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        assert done.returncode == 1
+        assert done.stderr.splitlines() == ["trio-router: [Errno 28] No space left on device"]
 
 
 class TestCheckConfig:

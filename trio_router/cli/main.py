@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,8 +25,14 @@ EXIT_INTERRUPTED: Final = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 when it failed, 2 when it was told something wrong."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal cannot show is no reason to fail.
+            stream.reconfigure(errors="replace")
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
     except ConfigError as exc:
         return _complain(exc.message, status=EXIT_USAGE)
     except RouterError as exc:
@@ -36,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough of it; the interpreter must not trip over the rest when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as exc:
+        return _complain(str(exc), status=EXIT_FAILED)
 
 
 def _complain(message: str, *, status: int) -> int:

@@ -27,7 +27,7 @@ from ..config import (
 from ..engine.settings import Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..errors import ConfigError
-from ..rpc.transport import Listener, open_tcp_listener
+from ..service import open_listener
 from ..settings import LOG_SECTION
 
 _POLL: Final = 0.05
@@ -173,9 +173,9 @@ async def run_worker(settings: WorkerProcessSettings, *, say: Callable[[str], No
     `say` gets one line, beginning with "ready", when calls are answered.
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        listener = await _listen("port", settings.host, settings.port)
+        listener = await open_listener("port", settings.host, settings.port)
         try:
-            transfers = await _listen("transfer_port", settings.host, settings.transfer_port)
+            transfers = await open_listener("transfer_port", settings.host, settings.transfer_port)
         except ConfigError:
             listener.close()
             raise
@@ -203,10 +203,3 @@ async def _hurry(signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
     number = await anext(signals)
     _log.warning("%s again: ending everything now", signal.Signals(number).name)
     nursery.cancel_scope.cancel()
-
-
-async def _listen(setting: str, host: str, port: int) -> Listener:
-    try:
-        return await open_tcp_listener(host, port=port)
-    except OSError as exc:
-        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {exc.strerror or exc}") from exc

@@ -14,6 +14,7 @@ from ..engine.worker import Worker
 from ..errors import RouterError
 from ..observe.hooks import Outcome, RequestRecord
 from ..rpc.transport import dial_tcp
+from ..scopes import plain_errors
 from .client import stream_chat
 from .fleet import Fleet, open_fleet
 from .story import Story, Timings, WorkerTally, picture, problems_of
@@ -42,7 +43,7 @@ class DemoSettings:
 async def demo(settings: DemoSettings, *, say: Callable[[str], None], out: TextIO) -> int:
     """Run it; returns the exit status. `out` gets the answer piece by piece, `say` whole lines."""
     status = INTERRUPTED
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, plain_errors():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_at_signal, signals, nursery.cancel_scope)
             async with open_fleet() as fleet:
