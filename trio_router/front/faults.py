@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from grpclib.const import Status
 
 from ..errors import BadRequest, RouterError
