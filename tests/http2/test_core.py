@@ -131,6 +131,21 @@ class TestMessagesLargerThanTheWindow:
         pair.settle()
         assert stream.take() == [b"x" * 1000]
 
+    @pytest.mark.parametrize("how", ["unfinished", "consumed"])
+    def test_what_was_received_under_a_larger_window_is_credited_when_ours_takes_effect(self, make_scripted, how):
+        """Our small window holds from its ACK on; a peer that has overdrawn it by then must not wait for ever."""
+        peer = make_scripted(Role.SERVER, settings=TINY, greet=False)
+        peer.connection.receive(frames.PREFACE + frames.settings({}))
+        (stream,) = peer.headers(1, REQUEST)
+        peer.data(1, b"\0" + (5000 if how == "unfinished" else 995).to_bytes(4, "big") + b"x" * 995)
+        stream.take()
+        stream.credit()
+        peer.output()
+        peer.connection.receive(frames.SETTINGS_ACK)
+        (update,) = peer.output()
+        assert (update.kind, update.stream_id, update.payload) == (FrameType.WINDOW_UPDATE, 1, b"\0\0\x03\xe8")
+        assert stream.receive_left == TINY.stream_window_bytes
+
 
 class TestConnectionWindow:
     def test_unread_and_reset_streams_give_it_all_back(self, make_pair):

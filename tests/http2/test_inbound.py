@@ -242,9 +242,10 @@ class TestPreface:
     def test_it_may_come_in_pieces(self):
         server = Connection(Role.SERVER)
         for byte in frames.PREFACE + frames.settings({}):
+            assert not server.greeted
             server.receive(bytes([byte]))
         assert server.error is None
-        assert not server._inbound._settings_due
+        assert server.greeted
 
     @pytest.mark.parametrize(
         "start", [b"G", b"GET / HTTP/1.1\r\n", b"PRI * HTTP/1", frames.PREFACE[:-1] + b"x", b"\x16\x03\x01"]

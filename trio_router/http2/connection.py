@@ -44,8 +44,8 @@ class Connection:
 
     @property
     def greeted(self) -> bool:
-        """The peer's SETTINGS have come, which are the first it says: its limits are known."""
-        return not self._inbound._settings_due
+        """Whether the peer's first SETTINGS have come, so that its limits are known."""
+        return not self._inbound.settings_due
 
     @property
     def goaway_received(self) -> GoAway | None:

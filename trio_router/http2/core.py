@@ -7,6 +7,7 @@ know how frames look when they arrive (`inbound`) nor what callers may ask for (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from trio_router.errors import ProtocolViolation, TooLarge
 from trio_router.http2 import credit, frames
@@ -19,7 +20,7 @@ from trio_router.http2.settings import Http2Settings, PeerSettings, SettingId
 from trio_router.http2.streams import RULES, Input, Role, Rule, State, Stream
 
 # Enough to explain, too little to fill memory.
-MAX_DEBUG_BYTES = 256
+MAX_DEBUG_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +190,12 @@ class Core:
 
     def set_receive_window(self, window: int) -> None:
         """From now on the peer may send `window` bytes of each stream on credit; open streams follow (6.9.2)."""
-        for stream in self.streams.values():
-            stream.receive_left += window - self.receive_window
+        change = window - self.receive_window
         self.receive_window = window
         self.stream_credit_mark = window // 2
         for stream in self.streams.values():
-            # What was buffered under a larger window is owed now; else a message that began before would wait for ever.
+            stream.receive_left += change
+            # What was buffered under a larger window may be owed now; a message that began before waited for ever else.
             if not (stream.messages or stream.taken or stream.remote_ended):
                 self.return_credit(stream)
 

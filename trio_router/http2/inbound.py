@@ -52,9 +52,9 @@ class Inbound:
         "_decoder",
         "_fast_limit",
         "_preface_due",
-        "_settings_due",
         "_settings_unacked",
         "_wanted",
+        "settings_due",
     )
 
     def __init__(self, core: Core) -> None:
@@ -64,7 +64,7 @@ class Inbound:
         self._buffer = bytearray()
         self._wanted = 0  # bytes the buffer must hold before it is worth parsing again
         self._preface_due = core.role is Role.SERVER
-        self._settings_due = True
+        self.settings_due = True  # the first frame of the peer, which must be SETTINGS, has not come
         self._settings_unacked = True
         self._fast_limit = _NO_FAST_PATH
 
@@ -146,7 +146,7 @@ class Inbound:
         return at
 
     def _oversized(self, data: bytes, length: int) -> ProtocolViolation:
-        if self._settings_due and data.startswith(b"HTTP/"):
+        if self.settings_due and data.startswith(b"HTTP/"):
             return ProtocolViolation("the peer answered in HTTP/1", h2_code=ErrorCode.HTTP_1_1_REQUIRED)
         limit = self._core.settings.max_frame_bytes
         return ProtocolViolation(
@@ -158,7 +158,7 @@ class Inbound:
         block = self._block
         if block is not None and (kind != FrameType.CONTINUATION or stream_id != block.stream_id):
             raise ProtocolViolation("a header block was interrupted by another frame")
-        if self._settings_due and (kind != FrameType.SETTINGS or flags & frames.ACK):
+        if self.settings_due and (kind != FrameType.SETTINGS or flags & frames.ACK):
             raise ProtocolViolation("the first frame is not SETTINGS")
         handler = self._HANDLERS.get(kind)
         if handler is None:
@@ -366,8 +366,8 @@ class Inbound:
         core = self._core
         values = parse_settings(payload, from_server=core.role is Role.CLIENT)
         peer = core.peer
-        if self._settings_due:
-            self._settings_due = False
+        if self.settings_due:
+            self.settings_due = False
             self._open_fast_path()
             # No value means no limit; before the first frame we only guess one.
             peer.max_concurrent_streams = frames.MAX_STREAM_ID

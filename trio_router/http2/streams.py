@@ -10,8 +10,9 @@ Two rules. (1) What a frame means depends only on (role, state, input): it is lo
     └──────────▶ AWAITING ────────┘────── trailers-only ───────┘
 ```
 
-A client's stream passes through REMOTE_ENDED without stopping there: with the response complete, nobody wants the rest of
-the request. Whether *we* may still send is a separate, simpler question (`sendable`): it never changes what a peer may send.
+A client's stream passes through REMOTE_ENDED without stopping there: with the response complete, nobody wants the
+rest of the request. Whether *we* may still send is a separate, simpler question (`sendable`): it never changes what
+a peer may send.
 """
 
 from __future__ import annotations
