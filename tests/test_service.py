@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h11
@@ -35,7 +36,7 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import Service, Threads, open_service
+from trio_router.service import Service, Threads, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent
@@ -212,6 +213,40 @@ class TestText:
             await process.service.wait_ready()
             await process.chat()
         assert process.ended.records[0].outcome is Outcome.OK
+
+
+class TestSamplingDefaults:
+    @staticmethod
+    def router(*recommended: str) -> Any:
+        facts = [
+            SimpleNamespace(model="tiny", model_info=SimpleNamespace(default_sampling_params_json=text))
+            for text in recommended
+        ]
+        workers = [SimpleNamespace(facts=None), *(SimpleNamespace(facts=each) for each in facts)]
+        return SimpleNamespace(registry=SimpleNamespace(workers=workers))
+
+    def test_the_first_worker_that_recommends_something_is_heard(self):
+        router = self.router("", '{"temperature": 0.7, "top_k": 20}', '{"temperature": 0.1}')
+        assert sampling_defaults(router, "tiny") == {"temperature": 0.7, "top_k": 20.0}
+
+    def test_only_for_its_own_model(self):
+        assert sampling_defaults(self.router('{"temperature": 0.7}'), "other") == {}
+
+    def test_what_is_no_number_or_no_sampling_parameter_is_left_out(self):
+        router = self.router('{"temperature": "hot", "top_p": true, "min_p": null, "max_tokens": 5, "top_k": 3}')
+        assert sampling_defaults(router, "tiny") == {"top_k": 3.0}
+
+    @pytest.mark.parametrize("text", ["[1]", "{", "null"])
+    def test_what_is_no_object_recommends_nothing(self, text):
+        assert sampling_defaults(self.router(text), "tiny") == {}
+
+    async def test_the_http_front_asks_for_them(self, network, autojump_clock, monkeypatch):
+        asked: list[str] = []
+        monkeypatch.setattr("trio_router.service.sampling_defaults", lambda _, model: asked.append(model) or {})
+        async with running(network) as process:
+            await process.service.wait_ready()
+            await process.chat()
+        assert asked == ["tiny-english"]
 
 
 class TestDraining:

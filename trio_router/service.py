@@ -159,7 +159,7 @@ async def open_service(
                     texts,
                     settings=settings.front,
                     readiness=lambda: _readiness(router),
-                    sampling_defaults=lambda model: _sampling_defaults(router, model),
+                    sampling_defaults=lambda model: sampling_defaults(router, model),
                     offload=offload,
                 ),
                 grpc=grpc_server(router),
@@ -248,7 +248,8 @@ def _readiness(router: Router) -> Readiness:
     )
 
 
-def _sampling_defaults(router: Router, model: str) -> Mapping[str, float]:
+def sampling_defaults(router: Router, model: str) -> Mapping[str, float]:
+    """What the model's maker recommends, as the first worker that serves it tells. Nothing when none does."""
     facts = [worker.facts for worker in router.registry.workers if worker.facts is not None]
     known = [each.model_info.default_sampling_params_json for each in facts if each.model == model]
     return _recommended(next(filter(None, known), "{}"))
@@ -261,4 +262,6 @@ def _recommended(text: str) -> Mapping[str, float]:
     except msgspec.DecodeError:
         _log.warning("a worker's default sampling parameters are not a JSON object and are not used")
         return {}
-    return {name: float(value) for name in _RECOMMENDED if isinstance(value := given.get(name), int | float)}
+    found = {name: given.get(name) for name in _RECOMMENDED}
+    # JSON's true is an int to Python, and no temperature.
+    return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -26,7 +26,7 @@ async def serve(settings: ServiceSettings, *, say: Callable[[str], None]) -> Non
         async with open_service(settings) as service, trio.open_nursery() as nursery:
             for line in _listening(service.addresses):
                 say(line)
-            nursery.start_soon(_say_when_ready, service, say)
+            nursery.start_soon(say_when_ready, service, say)
             nursery.start_soon(_obey, signals, service, settings.shutdown_grace)
             await service.wait_ended()
             nursery.cancel_scope.cancel()
@@ -40,7 +40,8 @@ def _listening(addresses: Addresses) -> list[str]:
     ]
 
 
-async def _say_when_ready(service: Service, say: Callable[[str], None]) -> None:
+async def say_when_ready(service: Service, say: Callable[[str], None]) -> None:
+    """Say so once; until then, log now and again what is missing."""
     while not await _ready_within(service, PATIENCE):
         missing = [f"{state.role} worker {state.name}" for state in fleet(service.router) if not state.ready]
         _log.warning("not ready yet, waiting for %s", ", ".join(missing) or "the workers' tokenizer")
