@@ -27,6 +27,13 @@ USER_AGENT: Final = b"grpc-python-trio-router/0.1"
 _UNITS: Final = {ord("H"): 3600.0, ord("M"): 60.0, ord("S"): 1.0, ord("m"): 1e-3, ord("u"): 1e-6, ord("n"): 1e-9}
 # The wire allows eight digits; the finest unit that still fits keeps the most precision.
 _MAX_TIMEOUT_DIGITS: Final = 8
+_MAX_TIMEOUT: Final = 10**_MAX_TIMEOUT_DIGITS - 1
+# What a peer accepts of all trailers together is not known (gRPC's core: 8 KiB, by default), so each part has a bound.
+MAX_MESSAGE_BYTES: Final = 3072
+"""A status message as it goes over the wire, escaped; a longer one is cut."""
+MAX_DETAILS_BYTES: Final = 3072
+"""Binary details; longer ones are left out, for a part of them would say something else."""
+
 _RESERVED: Final = frozenset({"te", "content-type", "user-agent", "content-length", "connection", "host"})
 
 # What an HTTP status says when a peer (or a proxy before it) did not answer in gRPC at all.
@@ -96,10 +103,10 @@ def request_headers(
 def encode_timeout(seconds: float) -> bytes:
     """Seconds as a `grpc-timeout` value, rounded up: a peer must not give up before this side does."""
     for unit, scale in (("n", 1e9), ("u", 1e6), ("m", 1e3), ("S", 1.0), ("M", 1 / 60), ("H", 1 / 3600)):
-        value = max(0, math.ceil(seconds * scale)) if math.isfinite(seconds) else 10**_MAX_TIMEOUT_DIGITS
-        if value < 10**_MAX_TIMEOUT_DIGITS:
-            return f"{value}{unit}".encode()
-    return b"99999999H"
+        value = max(0.0, seconds * scale)
+        if value <= _MAX_TIMEOUT:
+            return f"{math.ceil(value)}{unit}".encode()
+    return f"{_MAX_TIMEOUT}H".encode()
 
 
 def decode_timeout(value: bytes) -> float:
@@ -126,8 +133,11 @@ def _encode_pair(key: str, value: str | bytes) -> tuple[bytes, bytes]:
         return lowered.encode(), b64encode(value).rstrip(b"=")
     if not isinstance(value, str):
         raise TypeError(f"metadata {key!r} takes str, not {type(value).__name__}; a key that ends in -bin takes bytes")
-    if not value.isascii() or not value.isprintable():
-        raise ValueError(f"metadata {key!r} has a value outside printable ASCII; use a key that ends in -bin")
+    if not value.isascii() or not value.isprintable() or value != value.strip():
+        raise ValueError(
+            f"metadata {key!r} has a value that is not printable ASCII without space around it; "
+            "use a key that ends in -bin"
+        )
     return lowered.encode(), value.encode()
 
 
@@ -143,9 +153,9 @@ def decode_metadata(headers: Headers) -> list[tuple[str, str | bytes]]:
         if key.startswith((":", "grpc-")) or key in _RESERVED:
             continue
         if key.endswith("-bin"):
-            value = decode_binary(raw_value)
-            if value is not None:
-                result.append((key, value))
+            # Several values of one key may come as one, joined by commas.
+            values = map(decode_binary, raw_value.split(b","))
+            result.extend((key, value) for value in values if value is not None)
         else:
             result.append((key, raw_value.decode("latin-1")))
     return result
@@ -170,14 +180,27 @@ def get(headers: Headers, name: bytes) -> bytes | None:
 def status_trailers(
     status: Status, message: str | None, *, details: bytes | None = None, metadata: MetadataLike = ()
 ) -> Headers:
-    """The trailers that end a call."""
+    """The trailers that end a call. A long message is cut, long details are left out (see the limits above)."""
     trailers: Headers = [(b"grpc-status", str(status.value).encode())]
     if message:
-        trailers.append((b"grpc-message", encode_grpc_message(message).encode()))
-    if details:
+        trailers.append((b"grpc-message", _encode_message(message)))
+    if details and len(details) <= MAX_DETAILS_BYTES:
         trailers.append((DETAILS_KEY, b64encode(details).rstrip(b"=")))
     trailers.extend(encode_metadata(metadata))
     return trailers
+
+
+def _encode_message(message: str) -> bytes:
+    # A lone surrogate (JSON can carry one) is no character and has no encoding.
+    message = message.encode(errors="replace").decode()
+    encoded = encode_grpc_message(message[: MAX_MESSAGE_BYTES + 1])
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        left = MAX_MESSAGE_BYTES - len(encode_grpc_message("…"))
+        for at, character in enumerate(message):
+            left -= len(encode_grpc_message(character))
+            if left < 0:
+                return encode_grpc_message(message[:at] + "…").encode()
+    return encoded.encode()
 
 
 def response_headers(metadata: MetadataLike = ()) -> Headers:
@@ -187,17 +210,15 @@ def response_headers(metadata: MetadataLike = ()) -> Headers:
 
 def outcome(headers: Headers | None, *, trailers: Headers | None) -> RpcError | None:
     """What the peer's headers and trailers say of the call: None is OK. Absent or odd trailers are failures."""
-    http_status = get(headers or [], b":status")
-    if http_status is not None and http_status != b"200":
-        return _not_grpc(http_status)
-    if trailers is None:
-        return RpcError(Status.INTERNAL, "the stream ended without trailers", origin=Origin.TRANSPORT)
-    raw = get(trailers, b"grpc-status")
-    if raw is None:
+    raw = get(trailers or [], b"grpc-status")
+    if raw is None or raw == b"0":
+        problem = not_grpc(headers)
+        if problem is not None or raw is not None:
+            return problem
+        if trailers is None:
+            return RpcError(Status.INTERNAL, "the stream ended without trailers", origin=Origin.TRANSPORT)
         return RpcError(Status.UNKNOWN, "the trailers carry no grpc-status", origin=Origin.TRANSPORT)
-    if raw == b"0":
-        return None
-    message = get(trailers, b"grpc-message")
+    message = get(trailers or [], b"grpc-message")
     text = decode_grpc_message(message.decode("latin-1")) if message is not None else None
     try:
         status = Status(int(raw))
@@ -205,12 +226,16 @@ def outcome(headers: Headers | None, *, trailers: Headers | None) -> RpcError | 
         return RpcError(Status.UNKNOWN, f"unknown grpc-status {raw!r}: {text or ''}", origin=Origin.PEER)
     if status is Status.OK:
         return None
-    packed = get(trailers, DETAILS_KEY)
+    packed = get(trailers or [], DETAILS_KEY)
     details = decode_binary(packed) if packed is not None else None
     return RpcError(status, text, details, origin=Origin.PEER)
 
 
-def _not_grpc(http_status: bytes) -> RpcError:
+def not_grpc(headers: Headers | None) -> RpcError | None:
+    """What response headers that are no gRPC answer say of the call (a proxy's error page, say); else None."""
+    http_status = get(headers or [], b":status")
+    if http_status is None or http_status == b"200":
+        return None
     code = int(http_status) if http_status.isdigit() else 0
     status = _FROM_HTTP.get(code, Status.UNKNOWN)
     return RpcError(status, f"the peer answered HTTP {code} instead of gRPC", origin=Origin.PEER)
