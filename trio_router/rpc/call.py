@@ -1,7 +1,7 @@
 """One call as its client sees it: a record that outlives any task that waits for it.
 
 Messages and the outcome are stored in the record, so a task that is cancelled loses nothing: whoever leaves the
-call can still look at what came. At most one task waits in a call at a time.
+call can still look at what came. At most one task sends in a call and one receives from it at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import TooLarge
 from ..http2.frames import ErrorCode
 from ..http2.streams import Stream
 from .link import Flush, Link
-from .metadata import Headers, Origin, RpcError, decode_metadata, outcome, reset_outcome
+from .metadata import Headers, Origin, RpcError, decode_metadata, not_grpc, outcome, reset_outcome
 from .seat import Seat
 
 Sink = Callable[[list[bytes]], bool]
@@ -31,14 +31,17 @@ class ClientCall:
     deadline.
     """
 
-    __slots__ = ("_error", "_flush", "_full", "_inbox", "_link", "_seat", "_sink", "_sink_error", "_stream", "path")
+    __slots__ = (
+        "_error", "_flush", "_full", "_inbox", "_link", "_seat", "_sender", "_sink", "_sink_error", "_stream", "path",
+    )  # fmt: skip
 
     def __init__(self, link: Link, stream: Stream, *, path: str, deadline: float | None = None) -> None:
         self.path = path
         self._link = link
         self._stream = stream
         self._inbox: deque[bytes] = deque()
-        self._seat = Seat(on_cancel=self._deregister)
+        self._seat = Seat(on_cancel=self._deregister)  # of the task that receives
+        self._sender = Seat()
         self._sink: Sink | None = None
         self._flush: Flush | None = None
         self._full = False
@@ -83,21 +86,24 @@ class ClientCall:
     # Sending
 
     def send_nowait(self, messages: list[bytes], *, end: bool = False) -> bool:
-        """Queue messages; False when the peer or the transport is behind. The caller flushes the link."""
+        """Queue messages; False when the peer or the transport is behind. `flush` writes what is queued."""
         if self.ended:
             return True
         self._link.connection.send_messages(self._stream, messages, end_stream=end)
         return not (self._stream.queued_bytes or self._link.stuck)
+
+    def flush(self) -> None:
+        """Write what is queued on this call's link."""
+        self._link.flush()
 
     async def send(self, message: bytes, *, end: bool = False) -> None:
         """Send one message and wait until the peer keeps up."""
         await trio.lowlevel.checkpoint()
         fits = self.send_nowait([message], end=end)
         self._link.flush()
-        if not fits and (self._stream.queued_bytes or self._link.stuck):
-            self._link.when_drained(self)
-            while not self.ended and (self._stream.queued_bytes or self._link.stuck):
-                await self._seat.wait()
+        while not fits and not self.ended and (self._stream.queued_bytes or self._link.stuck):
+            self._link.when_drained(self, self._stream)
+            await self._sender.wait()
 
     def end_sending(self) -> None:
         """Say that no further message follows."""
@@ -184,7 +190,11 @@ class ClientCall:
             self._seat.wake()
 
     def drained(self) -> None:
-        self._seat.wake()
+        self._sender.wake()
+
+    def flush_failed(self, flush: Flush, error: Exception) -> None:
+        if self._flush == flush:
+            self._sink_failed(error)
 
     def expired(self) -> None:
         self._end(RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed", origin=Origin.LOCAL), reset=True)
@@ -199,15 +209,18 @@ class ClientCall:
         try:
             goes_on = sink(messages)
         except Exception as exc:  # noqa: BLE001  # a sink's fault ends its own call only; pump() raises it to its owner
-            self._sink_error = exc
-            self._sink = None
-            self.cancel()
-            self._seat.wake()
+            self._sink_failed(exc)
             return
         if goes_on:
             self._stream.credit()
         else:
             self._full = True
+
+    def _sink_failed(self, error: Exception) -> None:
+        self._sink_error = error
+        self._sink = None
+        self.cancel()
+        self._seat.wake()
 
     def _give_credit(self) -> None:
         self._stream.credit()
@@ -222,6 +235,10 @@ class ClientCall:
     def _judge(self) -> RpcError | None:
         stream = self._stream
         if stream.failure is not None:
+            # A proxy's error page fails as gRPC, and its status says more than that.
+            problem = not_grpc(stream.headers)
+            if problem is not None:
+                return problem
             too_large = isinstance(stream.failure, TooLarge)
             status = Status.RESOURCE_EXHAUSTED if too_large else Status.INTERNAL
             return RpcError(status, str(stream.failure), origin=Origin.LOCAL)
@@ -229,7 +246,7 @@ class ClientCall:
             return outcome(stream.headers, trailers=stream.trailers)
         if stream.lost:
             origin = Origin.REFUSED if stream.refused else Origin.TRANSPORT
-            return RpcError(Status.UNAVAILABLE, str(self._link.closed_because or "connection lost"), origin=origin)
+            return RpcError(Status.UNAVAILABLE, str(self._link.loss), origin=origin)
         return reset_outcome(stream.reset_code or 0, refused=stream.refused)
 
     def _end(self, error: RpcError | None, *, reset: bool) -> None:
@@ -241,6 +258,7 @@ class ClientCall:
             self._link.connection.reset(self._stream, ErrorCode.CANCEL)
             self._link.flush()
         self._seat.wake()
+        self._sender.wake()
 
     def _deregister(self) -> None:
         # At the moment of the cancel and not when the cancelled task runs: until then the reader may bring more.

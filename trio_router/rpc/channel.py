@@ -6,6 +6,7 @@ bookkeeping (`ClientCall.cancel`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import trio
 from grpclib.const import Cardinality, Status
 from grpclib.metadata import Deadline
 
-from ..errors import LinkError
+from ..errors import DecodeError, LinkError
 from ..http2.connection import Connection
 from ..http2.settings import Http2Settings
 from ..http2.streams import Role
@@ -34,7 +35,10 @@ Reply = TypeVar("Reply", bound=betterproto.Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSettings:
-    """How a channel connects. `connect_timeout` is in seconds and covers resolving, dialing and nothing else."""
+    """How a channel connects.
+
+    `connect_timeout` is in seconds and covers resolving, dialing and the peer's first words (its SETTINGS).
+    """
 
     connect_timeout: float = 10.0
     http2: Http2Settings = field(default_factory=Http2Settings)
@@ -49,10 +53,15 @@ class Channel:
         self._dialer = dialer
         self._settings = settings
         self.links: list[Link] = []
-        self._dialing = trio.Lock()
+        self._attempt: _Attempt | None = None
+        self._closed_because: LinkError | None = None
 
     def __repr__(self) -> str:
         return f"<Channel {self.address} {self.links}>"
+
+    async def connect(self) -> None:
+        """Make sure that a call could be opened now. Raises LinkError when the peer cannot be reached."""
+        await self._usable_link(math.inf)
 
     async def call(
         self, path: str, message: bytes, *, metadata: MetadataLike = (), timeout: float | None = None
@@ -60,20 +69,18 @@ class Channel:
         """Open a call and send its one request message.
 
         Dials first when no link is usable (the only time this waits). The request leaves in one write where the windows
-        allow. `timeout` (seconds) goes to the peer and is kept here too. Raises LinkError when the peer cannot be
-        reached.
+        allow. `timeout` is in seconds from now, dialing included; what is left of it goes to the peer and is kept here,
+        too. Raises LinkError when the peer cannot be reached, RpcError when that takes longer than `timeout`.
         """
-        link = await self._usable_link()
-        call = self._open(link, path, metadata=metadata, timeout=timeout)
+        call = await self._open(path, metadata=metadata, timeout=timeout)
         call.send_nowait([message], end=True)
-        link.flush()
+        call.flush()
         return call
 
     async def start(self, path: str, *, metadata: MetadataLike = (), timeout: float | None = None) -> ClientCall:
-        """Open a call and send its headers only; messages follow by `ClientCall.send`."""
-        link = await self._usable_link()
-        call = self._open(link, path, metadata=metadata, timeout=timeout)
-        link.flush()
+        """As `call`, but send the headers only; messages follow by `ClientCall.send`."""
+        call = await self._open(path, metadata=metadata, timeout=timeout)
+        call.flush()
         return call
 
     def request(
@@ -110,24 +117,33 @@ class Channel:
         )
 
     def close(self) -> None:
-        """End every link now; calls on them fail with UNAVAILABLE."""
+        """End every link now; calls on them fail with UNAVAILABLE, and no further call is taken."""
+        reason = self._closed_because = self._closed_because or self._was_closed()
+        if self._attempt is not None:
+            self._attempt.scope.cancel()
         for link in self.links:
             link.connection.go_away()
             link.flush()
-            link.close(LinkError(f"the channel to {self.address} was closed"))
+            link.close(reason)
 
-    def _open(self, link: Link, path: str, *, metadata: MetadataLike, timeout: float | None) -> ClientCall:
-        headers = request_headers(path, authority=self.address, metadata=metadata, timeout=timeout)
-        deadline = None if timeout is None else trio.current_time() + timeout
-        return open_call(link, headers, path=path, deadline=deadline)
+    async def _open(self, path: str, *, metadata: MetadataLike, timeout: float | None) -> ClientCall:
+        deadline = math.inf if timeout is None else trio.current_time() + timeout
+        link = await self._usable_link(deadline)
+        left = None if timeout is None else max(0.0, deadline - trio.current_time())
+        headers = request_headers(path, authority=self.address, metadata=metadata, timeout=left)
+        return open_call(link, headers, path=path, deadline=None if timeout is None else deadline)
 
-    async def _usable_link(self) -> Link:
+    async def _usable_link(self, deadline: float) -> Link:
         link = self._pick()
         if link is not None:
             return link
-        async with self._dialing:
-            # Whoever held the lock before may have dialed for us, too.
-            return self._pick() or await self._dial()
+        with trio.move_on_at(deadline):
+            return await self._new_link()
+        raise RpcError(
+            Status.DEADLINE_EXCEEDED,
+            f"no connection to {self.address} before the call's deadline",
+            origin=Origin.REFUSED,
+        )
 
     def _pick(self) -> Link | None:
         for link in self.links:
@@ -135,15 +151,67 @@ class Channel:
                 return link
         return None
 
-    async def _dial(self) -> Link:
+    async def _new_link(self) -> Link:
+        """Wait for the attempt under way, or make one. Calls share it: a peer that does not answer keeps each of them
+        waiting once and not one after the other.
+        """
+        while True:
+            attempt = self._attempt
+            if self._closed_because is not None:
+                raise self._was_closed()
+            if attempt is None:
+                attempt = self._attempt = _Attempt(self._was_closed())
+                self._nursery.start_soon(self._dial, attempt, name=f"dial {self.address}")
+            await attempt.ended.wait()
+            link = self._pick()
+            if link is not None:
+                return link
+            attempt.check()
+            # The new link is full already: others were quicker.
+
+    async def _dial(self, attempt: _Attempt) -> None:
         limit = self._settings.connect_timeout
-        with trio.move_on_after(limit):
-            transport = await self._dialer(self.address)
-            link = Link(transport, Connection(Role.CLIENT, settings=self._settings.http2))
-            self.links = [old for old in self.links if old.closed_because is None] + [link]
-            self._nursery.start_soon(link.run, name=f"link to {self.address}")
-            return link
-        raise LinkError(f"cannot connect to {self.address}: no answer within {limit:g} s")
+        attempt.scope.deadline = trio.current_time() + limit
+        try:
+            with attempt.scope:
+                transport = await self._dialer(self.address)
+                link = attempt.link = Link(transport, Connection(Role.CLIENT, settings=self._settings.http2))
+                self._nursery.start_soon(link.run, name=f"link to {self.address}")
+                # Only now is it known how many calls the peer takes, and that it speaks HTTP/2 at all.
+                await link.greeted()
+                self.links = [old for old in self.links if old.closed_because is None] + [link]
+                attempt.error = None
+            if attempt.scope.cancelled_caught and self._closed_because is None:
+                attempt.error = LinkError(f"cannot connect to {self.address}: no answer within {limit:g} s")
+        except Exception as exc:  # noqa: BLE001  # a dialer's failure, mistakes included, belongs to those who wait
+            attempt.error = exc
+        finally:
+            if attempt.link is not None and attempt.error is not None:
+                attempt.link.close(LinkError(str(attempt.error)))
+            self._attempt = None
+            attempt.ended.set()
+
+    def _was_closed(self) -> LinkError:
+        return LinkError(f"the channel to {self.address} was closed")
+
+
+class _Attempt:
+    """One attempt to make a link. `error` stands until it succeeds."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+        self.link: Link | None = None
+
+    def check(self) -> None:
+        """Raise why no call can use the new link; return when it is only full."""
+        error = self.error or (self.link.closed_because if self.link is not None else None)
+        if isinstance(error, LinkError):
+            # Several tasks raise it: each gets its own, since raising one writes to it.
+            raise LinkError(error.message) from error
+        if error is not None:
+            raise error
 
 
 @asynccontextmanager
@@ -228,7 +296,10 @@ class StubStream(Generic[Request, Reply]):
             return None
         if self._single and await call.receive() is not None:
             raise RpcError(Status.INTERNAL, "the peer sent two replies to a unary call", origin=Origin.PEER)
-        return decode(self._reply_type, data)
+        try:
+            return decode(self._reply_type, data)
+        except DecodeError as exc:
+            raise RpcError(Status.INTERNAL, f"the peer's reply: {exc}", origin=Origin.PEER) from exc
 
     def __aiter__(self) -> StubStream[Request, Reply]:
         return self

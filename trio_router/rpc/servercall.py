@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from ..errors import TooLarge
 from ..http2.frames import ErrorCode
 from ..http2.streams import Stream
 from .link import Flush, Link
@@ -26,15 +24,13 @@ from .metadata import (
 )
 from .seat import Seat
 
-_NOT_GRPC: Final = "content-type is not application/grpc"
-
 
 class ServerCall:
     """Given to handlers. `scope` is cancelled when the client has gone or the call's deadline has passed."""
 
     __slots__ = (
-        "_finished", "_headers_sent", "_inbox", "_link", "_seat", "_stream", "deadline", "on_drained", "path", "peer",
-        "problem", "scope", "trailing_metadata",
+        "_finished", "_headers_sent", "_inbox", "_link", "_seat", "_sender", "_stream", "deadline", "fault",
+        "on_drained", "path", "peer", "problem", "scope", "trailing_metadata",
     )  # fmt: skip
 
     def __init__(self, link: Link, stream: Stream) -> None:
@@ -45,11 +41,13 @@ class ServerCall:
         self.problem = self._read_headers(headers)
         self.scope = trio.CancelScope(deadline=self.deadline)
         self.on_drained: Callable[[], None] | None = None
+        self.fault: Exception | None = None  # raised by `on_drained`, for the server to report
         self.trailing_metadata: MetadataLike = ()
         self._link = link
         self._stream = stream
         self._inbox: deque[bytes] = deque()
-        self._seat = Seat()
+        self._seat = Seat()  # of the task that receives
+        self._sender = Seat()
         self._headers_sent = False
         self._finished = False
         stream.user = self
@@ -81,9 +79,6 @@ class ServerCall:
             stream = self._stream
             if stream.messages:
                 self._inbox.extend(stream.take())
-            elif stream.failure is not None:
-                too_large = isinstance(stream.failure, TooLarge)
-                raise GRPCError(Status.RESOURCE_EXHAUSTED if too_large else Status.INTERNAL, str(stream.failure))
             elif stream.remote_ended:
                 return None
             else:
@@ -110,7 +105,7 @@ class ServerCall:
             connection.send_headers(self._stream, response_headers())
         connection.send_messages(self._stream, messages)
         if self._stream.queued_bytes or self._link.stuck:
-            self._link.when_drained(self)
+            self._link.when_drained(self, self._stream)
             return False
         return True
 
@@ -129,8 +124,8 @@ class ServerCall:
     async def wait_drained(self) -> None:
         """Return when everything queued has been taken by the transport, or nobody will take it any more."""
         while not self._stream.closed and (self._stream.queued_bytes or self._link.stuck):
-            self._link.when_drained(self)
-            await self._seat.wait()
+            self._link.when_drained(self, self._stream)
+            await self._sender.wait()
 
     # Ending
 
@@ -140,18 +135,17 @@ class ServerCall:
         self.finish(error.status, error.message, details=details)
 
     def finish(self, status: Status, message: str | None, *, details: bytes | None = None) -> None:
-        """End the call; a no-op when it has ended or the client has gone."""
+        """End the call; a no-op when it has ended or the client has gone. Raises ValueError or TypeError for trailing
+        metadata that gRPC cannot carry; nothing has been sent then.
+        """
         if self._finished or self._stream.closed:
             return
-        self._finished = True
         trailers = status_trailers(status, message, details=details, metadata=self.trailing_metadata)
+        self._finished = True
         if not self._headers_sent:
             trailers = [*response_headers(), *trailers]
         connection = self._link.connection
         connection.send_headers(self._stream, trailers, end_stream=True)
-        if not self._stream.remote_ended and not self._stream.queued_bytes:
-            # The answer is complete; a client that still sends is asked to stop (RFC 9113 section 8.1).
-            connection.reset(self._stream, ErrorCode.NO_ERROR)
         self._link.flush()
 
     def leave(self) -> None:
@@ -164,15 +158,21 @@ class ServerCall:
     # StreamOwner
 
     def touched(self, flushes: dict[Flush, None]) -> None:
-        stream = self._stream
-        if stream.closed and not self._finished and stream.failure is None:
+        if self.gone:
             self.scope.cancel()
         self._seat.wake()
 
     def drained(self) -> None:
         if self.on_drained is not None:
-            self.on_drained()
-        self._seat.wake()
+            try:
+                self.on_drained()
+            except Exception as exc:  # noqa: BLE001  # the handler's fault, which its server reports
+                self.fault = exc
+                self.scope.cancel()
+        self._sender.wake()
+
+    def flush_failed(self, flush: Flush, error: Exception) -> None:
+        """Never asked for: replies are flushed by their sender."""
 
     def expired(self) -> None:
         """Never watched: the scope keeps the deadline."""
@@ -180,8 +180,12 @@ class ServerCall:
     # Inside
 
     def _read_headers(self, headers: list[tuple[bytes, bytes]]) -> GRPCError | None:
-        if not (get(headers, b"content-type") or b"").startswith(CONTENT_TYPE):
-            return GRPCError(Status.INTERNAL, _NOT_GRPC)
+        content_type = get(headers, b"content-type") or b""
+        if not content_type.startswith(CONTENT_TYPE) or content_type[len(CONTENT_TYPE) :][:1] not in (b"", b"+", b";"):
+            return GRPCError(Status.INTERNAL, f"content-type {content_type!r} is not application/grpc")
+        method = get(headers, b":method")
+        if method != b"POST":
+            return GRPCError(Status.INTERNAL, f"a call is a POST, not {method!r}")
         encoding = get(headers, b"grpc-encoding")
         if encoding not in (None, b"identity"):
             return GRPCError(Status.UNIMPLEMENTED, f"grpc-encoding {encoding!r} is not supported: send identity")
