@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import trio
@@ -134,6 +135,10 @@ class MemoryListener:
     def close(self) -> None:
         self._forget(self.address)
         self._send.close()
+        # Whoever is in the queue has been told that the connection is made, so now it has to be told that it ended.
+        with suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            while True:
+                self._receive.receive_nowait().close()
         self._receive.close()
 
 

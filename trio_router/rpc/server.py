@@ -23,6 +23,7 @@ from ..http2.connection import Connection
 from ..http2.settings import Http2Settings
 from ..http2.streams import Role
 from ..protocol.codec import decode, encode
+from ..scopes import plain_errors
 from .link import Link
 from .servercall import ServerCall
 from .transport import Listener, Transport
@@ -65,6 +66,7 @@ class Server:
         self._links: dict[Link, None] = {}
         self._listeners: list[Listener] = []
         self._draining = False
+        self._connections = 0
         self.calls_in_flight = 0
 
     def __repr__(self) -> str:
@@ -82,9 +84,10 @@ class Server:
                     transport = await listener.accept()
                 except LinkError:
                     return
-                if len(self._links) >= self._settings.max_connections:
+                if self._connections >= self._settings.max_connections:
                     transport.close()
                     continue
+                self._connections += 1
                 connections.start_soon(self._serve_connection, transport, name=f"gRPC client {transport.peer}")
 
     def drain(self) -> None:
@@ -93,41 +96,42 @@ class Server:
         for listener in self._listeners:
             listener.close()
         for link in list(self._links):
-            link.connection.go_away()
-            link.flush()
-            self._end_if_idle(link)
-
-    def _end_if_idle(self, link: Link) -> None:
-        if self._draining and not link.connection.open_streams:
-            link.finish(LinkError("the server is draining"))
+            _drain(link)
 
     async def _serve_connection(self, transport: Transport) -> None:
-        async with trio.open_nursery() as calls:
-            link: Link
-            link = Link(
-                transport,
-                Connection(Role.SERVER, settings=self._settings.http2),
-                # The call takes its stream here and not in its task: the next batch may come before that runs.
-                on_stream=lambda stream: calls.start_soon(self._serve_call, link, ServerCall(link, stream)),
-            )
-            self._links[link] = None
-            try:
+        link: Link
+        try:
+            async with trio.open_nursery() as calls:
+                link = Link(
+                    transport,
+                    Connection(Role.SERVER, settings=self._settings.http2),
+                    # The call takes its stream here and not in its task: the next batch may come before that runs.
+                    on_stream=lambda stream: calls.start_soon(self._serve_call, ServerCall(link, stream)),
+                )
+                self._links[link] = None
+                if self._draining:
+                    _drain(link)
                 await link.run()
-            finally:
-                del self._links[link]
-            calls.cancel_scope.cancel()
+                calls.cancel_scope.cancel()
+        finally:
+            del self._links[link]
+            self._connections -= 1
 
-    async def _serve_call(self, link: Link, call: ServerCall) -> None:
+    async def _serve_call(self, call: ServerCall) -> None:
         self.calls_in_flight += 1
         try:
             with call.scope:
                 await self._run_handler(call)
-            if call.timed_out:
+            if call.fault is not None:
+                _blame_handler(call, call.fault)
+            elif call.timed_out:
                 call.finish(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+        except* Exception as group:  # noqa: BLE001  # the edge of a handler
+            # Only here, where the scope has taken its part of it: what a handler raises while it is being cancelled.
+            _blame_handler(call, group)
         finally:
             self.calls_in_flight -= 1
             call.leave()
-            self._end_if_idle(link)
 
     async def _run_handler(self, call: ServerCall) -> None:
         problem = call.problem
@@ -138,17 +142,26 @@ class Server:
             call.fail(problem or GRPCError(Status.INTERNAL))
             return
         try:
-            await handler(call)
+            with plain_errors():  # a status that was raised inside a nursery is still a status
+                await handler(call)
         except GRPCError as exc:
             call.fail(exc)
         except RouterError as exc:
             call.fail(GRPCError(exc.grpc_status, exc.message))
-        except Exception:  # noqa: BLE001  # the edge of a job or handler: logged, and nothing else is harmed
-            # One handler's bug is that call's failure; its text stays in our log and out of the client's hands.
-            _log.exception("handler of %s failed", call.path)
-            call.fail(GRPCError(Status.INTERNAL, "internal error"))
         else:
             call.finish(Status.OK, None)
+
+
+def _blame_handler(call: ServerCall, error: BaseException) -> None:
+    """One handler's bug is its call's failure; the text stays in our log and out of the client's hands."""
+    _log.error("handler of %s failed", call.path, exc_info=error)
+    call.trailing_metadata = ()  # perhaps the very thing that could not be sent
+    call.fail(GRPCError(Status.INTERNAL, "internal error"))
+
+
+def _drain(link: Link) -> None:
+    link.connection.go_away()
+    link.finish(LinkError("the server is draining"))
 
 
 def _typed_handlers(service: Service) -> dict[str, RawHandler]:
