@@ -41,10 +41,11 @@ class Row:
 
 @dataclass(slots=True)
 class Running:
-    """A started row: where the client goes, and whose CPU it reads."""
+    """A started row: where the client goes, and whose CPU it reads. `addresses` are of all that listens, by name."""
 
     address: str
     pids: dict[str, int] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def start(row: Row, *, pace: float | None) -> Iterator[Running]:
     with ExitStack() as stack:
         paced = [] if pace is None else ["--pace", str(pace)]
         worker, said = _start(stack, "bench.load_worker", *paced, "--role", "decode" if row.pair else "plain")
-        running = Running(said["grpc"], {"worker": worker.pid})
+        running = Running(said["grpc"], {"worker": worker.pid}, {"worker": said["grpc"]})
         if row.command is not None:
             running.address = _start_peer(stack, row, worker_address=said["grpc"], pids=running.pids)
         elif row.relayed:
@@ -65,6 +66,7 @@ def start(row: Row, *, pace: float | None) -> Iterator[Running]:
             router, said = _start(stack, "bench.router_process", *fleet)
             running.pids["router"] = router.pid
             running.address = said[row.front]
+            running.addresses |= said
         yield running
 
 

@@ -6,7 +6,8 @@ frames that were encoded before the run.
 Saturated, it sends what the connection takes, at most `BURST_FRAMES` frames between two writes. Paced, every open
 stream gets one token per step, and all frames of a step leave in one write for each connection, as they do from an
 engine. Every message is a DATA frame of its own, as gRPC's own servers send them. The request's `max_tokens` says how
-many tokens there are. Prints one line of JSON when it serves.
+many tokens there are; one that wants more than `FLOOD_TOKENS` gets `FLOOD_BYTES` as fast as it takes them, whatever the
+pace, and `FLOODS` tells how far that has come. Prints one line of JSON when it serves.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ STREAM_FIELD = (5,)
 PROMPT_TOKENS = 2048
 CACHED_TOKENS = 1536
 BURST_FRAMES = 64
+FLOODS = "/bench.Load/Floods"
+"""Answers with JSON: for each flood its accepted bytes, whether it is blocked now, and whether it has ended."""
+FLOOD_TOKENS = 1_000_000
+FLOOD_BYTES = 100_000_000
 TOKENIZER_CHUNK_BYTES = 65_536
 
 
@@ -99,6 +104,34 @@ class Stream:
         self.done = trio.Event()
 
 
+class Flood:
+    """A stream that is offered everything at once."""
+
+    __slots__ = ("accepted", "blocked", "ended")
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.blocked = False
+        self.ended = False
+
+    async def run(self, call: ServerCall, chunks: list[bytes]) -> None:
+        """Send until the client leaves, or all has been taken."""
+        at = 0
+        try:
+            while self.accepted < FLOOD_BYTES:
+                burst = chunks[at : at + BURST_FRAMES] or chunks[:BURST_FRAMES]
+                at = (at + BURST_FRAMES) % len(chunks)
+                fits = call.send_nowait(burst)
+                call.flush()
+                self.blocked = not fits
+                await trio.lowlevel.checkpoint()
+                if not fits:
+                    await call.wait_drained()
+                self.accepted += sum(map(len, burst))
+        finally:
+            self.ended = True
+
+
 class Source:
     """Feeds all open streams from one task."""
 
@@ -108,6 +141,13 @@ class Source:
         self._pace = pace
         self._streams: dict[Stream, None] = {}
         self._wake = trio.Event()
+        self._floods: list[Flood] = []
+
+    async def tell_floods(self, call: ServerCall) -> None:
+        """The handler of FLOODS."""
+        await call.receive()
+        told = [{"accepted": flood.accepted, "blocked": flood.blocked, "ended": flood.ended} for flood in self._floods]
+        await call.send(json.dumps(told).encode())
 
     async def generate(self, call: ServerCall) -> None:
         """The Generate handler."""
@@ -115,7 +155,12 @@ class Source:
         if not get_varint(request, STREAM_FIELD):
             await call.send(self._frames.prefilled)
             return
-        stream = Stream(call, tokens=get_varint(request, MAX_TOKENS_FIELD) or 16)
+        tokens = get_varint(request, MAX_TOKENS_FIELD) or 16
+        if tokens > FLOOD_TOKENS:
+            self._floods.append(Flood())
+            await self._floods[-1].run(call, self._frames.chunks)
+            return
+        stream = Stream(call, tokens=tokens)
         call.on_drained = lambda: self._drained(stream)
         self._streams[stream] = None
         self._wake.set()
@@ -206,7 +251,7 @@ async def serve(*, role: str, pace: float | None) -> None:
     model = load_model()
     settings = WorkerSettings(name=f"load-{role}", role=role)
     source = Source(Frames(model), pace=pace)
-    server = Server([Engine(model, settings=settings)], raw={GENERATE: source.generate})
+    server = Server([Engine(model, settings=settings)], raw={GENERATE: source.generate, FLOODS: source.tell_floods})
     listener = await open_tcp_listener("127.0.0.1", port=0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(source.run)
