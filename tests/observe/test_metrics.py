@@ -30,9 +30,9 @@ RECORD = RequestRecord(
     finish_reason="stop",
     prompt_tokens=18,
     output_tokens=5,
-    client="http",
+    client="chat",
 )
-ROUTE = {"router_type": "grpc", "backend_type": "pd", "connection_mode": "grpc", "model": "tiny", "endpoint": "http"}
+ROUTE = {"router_type": "grpc", "backend_type": "pd", "connection_mode": "grpc", "model": "tiny", "endpoint": "chat"}
 STREAM = {name: value for name, value in ROUTE.items() if name != "connection_mode"}
 
 

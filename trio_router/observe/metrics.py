@@ -34,7 +34,6 @@ _ENDPOINTS: Final = {
     "chat": "chat",
     "completions": "completions",
     "grpc": "generate",
-    "http": "http",
     "embedded": "embedded",
 }
 _ENDED_BY_CLIENT: Final = frozenset({Outcome.OK, Outcome.CLIENT_LEFT, Outcome.ABORTED})

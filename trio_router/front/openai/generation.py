@@ -108,8 +108,9 @@ class _Run:
             raise failures[0]
 
     async def _run_one(self, request: GenerateRequest, sink: FrameSink) -> None:
+        answer = self._answer
         generate = self._router.generate(
-            request, timeout=self._settings.request_seconds, model=self._answer.model, client="http"
+            request, timeout=self._settings.request_seconds, model=answer.model, client=answer.shape.endpoint
         )
         async with generate as stream:
             sink.connect(stream.resume)

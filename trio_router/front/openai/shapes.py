@@ -38,6 +38,8 @@ class Usage:
 class Shape(Protocol):
     """How one kind of answer is written."""
 
+    endpoint: ClassVar[str]
+    """What records and metrics call the endpoint."""
     suffix: ClassVar[bytes]
 
     def prefix(self, index: int) -> bytes:
@@ -92,6 +94,7 @@ class ChatShape(_Answer):
 
     event_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
+    endpoint: ClassVar[str] = "chat"
     suffix: ClassVar[bytes] = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def prefix(self, index: int) -> bytes:
@@ -116,6 +119,7 @@ class CompletionShape(_Answer):
 
     event_kind = "text_completion"
     whole_kind = "text_completion"
+    endpoint: ClassVar[str] = "completions"
     suffix: ClassVar[bytes] = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     def prefix(self, index: int) -> bytes:
