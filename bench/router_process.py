@@ -2,7 +2,8 @@
 
     python -m bench.router_process --plain HOST:PORT | --prefill HOST:PORT --decode HOST:PORT
 
-With ports of its own choice, or given ones: another checkout can so be a peer of this one in `stream.py`. Prints one line of JSON with the fronts' addresses once it is ready to serve.
+With ports of its own choice, or given ones: another checkout can so be a peer of this one in `stream.py`. Prints one
+line of JSON with the fronts' addresses once it is ready to serve.
 """
 
 from __future__ import annotations

@@ -59,11 +59,12 @@ class Link:
         self.connection = connection
         self.peer = transport.peer
         self.closed_because: LinkError | None = None
+        self.stuck = False  # the transport takes nothing more for now, and `_unsent` is what it left
         self._transport = transport
         self._on_stream = on_stream
         self._unsent: memoryview | None = None
         self._flushing = False
-        self._stuck = trio.lowlevel.ParkingLot()
+        self._writer_lot = trio.lowlevel.ParkingLot()
         self._full: dict[StreamOwner, Stream] = {}
         self._write_error: LinkError | None = None
         self._reading = trio.CancelScope()
@@ -81,11 +82,6 @@ class Link:
     def usable(self) -> bool:
         """Whether a new call may be opened on it now."""
         return self.closed_because is None and self._write_error is None and self.connection.can_open
-
-    @property
-    def stuck(self) -> bool:
-        """The transport takes nothing more for now."""
-        return self._unsent is not None
 
     @property
     def loss(self) -> LinkError:
@@ -120,7 +116,7 @@ class Link:
         """Write what the connection has to say; what does not fit now is the writer task's. Never suspends or
         raises.
         """
-        if self._unsent is not None or self._flushing or self._write_error or self.closed_because:
+        if self.stuck or self._flushing or self._write_error or self.closed_because:
             return
         self._flushing = True
         connection = self.connection
@@ -130,7 +126,8 @@ class Link:
                 sent = self._transport.send_nowait(data)
                 if sent != len(data):
                     self._unsent = memoryview(data)[sent:]
-                    self._stuck.unpark_all()
+                    self.stuck = True
+                    self._writer_lot.unpark_all()
                     break
                 for stream in connection.take_drained():
                     self._tell_drained(stream.user)
@@ -216,6 +213,7 @@ class Link:
     def _write_failed(self, error: LinkError) -> None:
         self._write_error = error
         self._unsent = None
+        self.stuck = False
         self._reading.cancel()
 
     def _hand_out(self, touched: list[Stream]) -> None:
@@ -239,7 +237,7 @@ class Link:
         transport = self._transport
         while True:
             if self._unsent is None:
-                await self._stuck.park()
+                await self._writer_lot.park()
                 continue
             try:
                 await transport.wait_writable()
@@ -248,13 +246,14 @@ class Link:
                 self._write_failed(exc)
                 return
             self._unsent = self._unsent[sent:] or None
-            if self._unsent is None:
+            self.stuck = self._unsent is not None
+            if not self.stuck:
                 self.flush()
                 for owner in list(self._full):
                     self._tell_drained(owner)
 
     def _tell_drained(self, owner: object) -> None:
-        if self._unsent is None and owner in self._full and not self._full[owner].queued_bytes:
+        if not self.stuck and owner in self._full and not self._full[owner].queued_bytes:
             del self._full[owner]
             owner.drained()
 

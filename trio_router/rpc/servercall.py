@@ -30,7 +30,7 @@ class ServerCall:
 
     __slots__ = (
         "_finished", "_headers_sent", "_inbox", "_link", "_seat", "_sender", "_stream", "deadline", "fault",
-        "on_drained", "path", "peer", "problem", "scope", "trailing_metadata",
+        "flush", "on_drained", "path", "peer", "problem", "scope", "trailing_metadata",
     )  # fmt: skip
 
     def __init__(self, link: Link, stream: Stream) -> None:
@@ -43,6 +43,9 @@ class ServerCall:
         self.on_drained: Callable[[], None] | None = None
         self.fault: Exception | None = None  # raised by `on_drained`, for the server to report
         self.trailing_metadata: MetadataLike = ()
+        # Writes what is queued on this call's connection. The link's own method and not one of ours: calls of one
+        # connection that are pumped in one batch then share one flush.
+        self.flush: Flush = link.flush
         self._link = link
         self._stream = stream
         self._inbox: deque[bytes] = deque()
@@ -97,21 +100,18 @@ class ServerCall:
 
         What is queued after "full" still goes out, in order; bounding it is the caller's business.
         """
-        if self._finished or self._stream.closed:
+        stream = self._stream
+        if self._finished or stream.closed:
             return True
-        connection = self._link.connection
+        link = self._link
         if not self._headers_sent:
             self._headers_sent = True
-            connection.send_headers(self._stream, response_headers())
-        connection.send_messages(self._stream, messages)
-        if self._stream.queued_bytes or self._link.stuck:
-            self._link.when_drained(self, self._stream)
+            link.connection.send_headers(stream, response_headers())
+        link.connection.send_messages(stream, messages)
+        if stream.queued_bytes or link.stuck:
+            link.when_drained(self, stream)
             return False
         return True
-
-    def flush(self) -> None:
-        """Write what is queued on this call's connection."""
-        self._link.flush()
 
     async def send(self, message: bytes) -> None:
         """Send one reply and wait until the client keeps up."""
