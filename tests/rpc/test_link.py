@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from contextlib import suppress
 
 import pytest
 import trio
@@ -13,9 +15,10 @@ from trio_router.errors import LinkError
 from trio_router.http2.connection import Connection
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.streams import Role
+from trio_router.rpc.call import open_call
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.link import Link
-from trio_router.rpc.memory import memory_link
+from trio_router.rpc.memory import MemoryNetwork, memory_link
 from trio_router.rpc.metadata import Origin, RpcError, request_headers, response_headers, status_trailers
 from trio_router.rpc.server import Server
 from trio_router.rpc.servercall import ServerCall
@@ -161,8 +164,6 @@ class TestClogging:
                     stream.credit()
                 while server.has_output:
                     far.send_nowait(server.take_output())
-
-        from trio_router.rpc.call import open_call
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(link.run)
@@ -393,3 +394,77 @@ class TestMistakes:
             assert "a bug of ours" in caplog.text
             assert await (await channel.call(CALL, b"fine")).receive() == b"fine"
             assert server.calls_in_flight == 0
+
+
+class TestDamage:
+    """Bytes that a peer or a cable has spoilt: the call ends, one way or another, and nothing fails inside."""
+
+    @staticmethod
+    def spoil(data: bytes, *, seed: int) -> bytes:
+        rng = random.Random(seed)
+        spoilt = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3, 10))):
+            at = rng.randrange(len(spoilt))
+            spoilt[at : at + rng.choice((0, 1, 1, 1, 4))] = rng.randbytes(rng.choice((0, 1, 1, 1, 4)))
+        return bytes(spoilt[: rng.choice((len(spoilt), len(spoilt), rng.randrange(len(spoilt) + 1)))])
+
+    async def test_a_spoilt_answer_ends_the_call(self, autojump_clock, caplog):
+        def answer() -> bytes:
+            client, server = Connection(Role.CLIENT), Connection(Role.SERVER)
+            client.send_messages(client.open_stream(request_headers(CALL, authority="a")), [b""], end_stream=True)
+            (stream,) = server.receive(client.take_output())
+            server.send_headers(stream, response_headers({"x-a": "1"}))
+            server.send_messages(stream, [b"first", b"second", bytes(500)])
+            server.send_headers(stream, status_trailers(Status.ABORTED, "told"), end_stream=True)
+            server.go_away()
+            return server.take_output()
+
+        outcomes = set()
+        for seed in range(400):
+            near, far = memory_link(1 << 20)
+            link = Link(near, Connection(Role.CLIENT))
+            with trio.fail_after(1000):
+                async with trio.open_nursery() as nursery:
+                    call = open_call(link, request_headers(CALL, authority="a"), path=CALL, deadline=None)
+                    call.send_nowait([b""], end=True)
+                    nursery.start_soon(link.run)
+                    await trio.testing.wait_all_tasks_blocked()
+                    far.send_nowait(self.spoil(answer(), seed=seed))
+                    far.close()
+                    with suppress(RpcError):
+                        while await call.receive() is not None:
+                            pass
+            outcomes.add(call.error and call.error.status)
+            assert link.closed_because is not None
+        assert "failed inside" not in caplog.text
+        assert caplog.records == []
+        assert {Status.ABORTED, Status.UNAVAILABLE, Status.INTERNAL} <= outcomes
+
+    async def test_spoilt_requests_harm_no_other_client(self, open_pair, autojump_clock, caplog):
+        def requests() -> bytes:
+            client = Connection(Role.CLIENT)
+            for path in (CALL, OTHER, CALL):
+                stream = client.open_stream(request_headers(path, authority="a", metadata={"x-a": "1"}, timeout=5))
+                client.send_messages(stream, [b"first", bytes(500)], end_stream=True)
+            client.ping(b"12345678")
+            client.reset(stream, 8)
+            return client.take_output()
+
+        network = MemoryNetwork(capacity_bytes=1 << 20)
+        listener = network.listen()
+        server = Server(raw={CALL: echo})
+        with trio.fail_after(1e6):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listener)
+                async with open_channel(listener.address, dialer=network.dial) as channel:
+                    for seed in range(400):
+                        spoilt = await network.dial(listener.address)
+                        spoilt.send_nowait(self.spoil(requests(), seed=seed))
+                        await trio.testing.wait_all_tasks_blocked()
+                        spoilt.close()
+                        await trio.testing.wait_all_tasks_blocked()
+                        assert server.calls_in_flight == 0
+                    assert await (await channel.call(CALL, b"fine")).receive() == b"fine"
+                    assert len(channel.links) == 1
+                nursery.cancel_scope.cancel()
+        assert caplog.records == []

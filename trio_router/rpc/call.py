@@ -236,10 +236,12 @@ class ClientCall:
     def _judge(self) -> RpcError | None:
         stream = self._stream
         if stream.failure is not None:
-            # A proxy's error page fails as gRPC, and its status says more than that.
-            problem = not_grpc(stream.headers)
-            if problem is not None:
-                return problem
+            # A proxy's error page fails as gRPC, and an error may come inside a message: what was said explains more.
+            said = not_grpc(stream.headers)
+            if said is None and stream.trailers is not None:
+                said = outcome(stream.headers, trailers=stream.trailers)
+            if said is not None:
+                return said
             too_large = isinstance(stream.failure, TooLarge)
             status = Status.RESOURCE_EXHAUSTED if too_large else Status.INTERNAL
             return RpcError(status, str(stream.failure), origin=Origin.LOCAL)
