@@ -18,8 +18,10 @@ Sink = Callable[[list[bytes]], bool]
 class GenerateStream(Protocol):
     """One request's frames, once the first of them is here."""
 
-    async def pump(self, sink: Sink) -> None:
-        """Hand every batch to `sink` until the stream ends well. Raises the error family, and what `sink` raises."""
+    async def pump(self, sink: Sink, *, tokens: Callable[[], int]) -> None:
+        """Hand every batch to `sink` until the stream ends well, then ask `tokens` how many it has seen. Raises the
+        error family, and what `sink` raises.
+        """
 
     def resume(self) -> None:
         """The sink that said full has room again."""

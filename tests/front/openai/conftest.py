@@ -61,7 +61,7 @@ class ScriptedStream:
         self._full = False
         self._resumed = trio.Event()
 
-    async def pump(self, sink: Sink) -> None:
+    async def pump(self, sink: Sink, *, tokens: Callable[[], int]) -> None:
         for step in self.steps:
             await play(step)
             batch = [step] if isinstance(step, bytes) else step if isinstance(step, list) else []

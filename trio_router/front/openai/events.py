@@ -31,16 +31,13 @@ class EventStream:
         self._exchange = exchange
         self._writer: BodyWriter | None = None
         self._feeders: dict[Feeder, Callable[[], None]] = {}
+        # The client is behind, or gone. An attribute, since it is asked for every token.
+        self.full = False
 
     @property
     def begun(self) -> bool:
         """Events have gone out."""
         return self._writer is not None
-
-    @property
-    def full(self) -> bool:
-        """The client is behind."""
-        return self._writer is not None and self._writer.full
 
     def attach(self, feeder: Feeder, *, resume: Callable[[], None]) -> None:
         """When the client has caught up, have `feeder` flush and then call `resume`, until `detach`."""
@@ -52,7 +49,7 @@ class EventStream:
 
     def send(self, events: bytes) -> None:
         """Write whole events."""
-        (self._writer or self._begin()).write_nowait(events)
+        self.full = not (self._writer or self._begin()).write_nowait(events)
 
     async def finish(self, tail: bytes) -> None:
         """Send what feeders still hold, then `tail`, and wait until the client has it. Raises ClientGone."""
@@ -68,6 +65,7 @@ class EventStream:
         return self._writer
 
     def _caught_up(self) -> None:
+        self.full = False
         for feeder, resume in list(self._feeders.items()):
             if feeder.flush():
                 resume()

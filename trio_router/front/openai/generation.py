@@ -115,7 +115,7 @@ class _Run:
         async with generate as stream:
             sink.connect(stream.resume)
             try:
-                await stream.pump(sink)
+                await stream.pump(sink, tokens=lambda: sink.completion_tokens)
             finally:
                 sink.disconnect()
             if sink.failed:

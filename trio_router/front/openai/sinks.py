@@ -140,10 +140,9 @@ class EventSink(FrameSink):
 
     def __call__(self, messages: list[bytes]) -> bool:
         """As the base; False when the client is behind."""
-        self._joining = self._events.full or bool(self._held) or len(messages) > JOIN_ABOVE
-        if self._joining:
-            super().__call__(messages)
-            return self.flush()
+        events = self._events
+        if events.full or self._held or len(messages) > JOIN_ABOVE:
+            return self._join(messages)
         # The hot path: all that happens per token (bench/events.py). The base's loop with the fast way inlined.
         ready = self._ready
         choices = self.choices
@@ -162,6 +161,16 @@ class EventSink(FrameSink):
                     ready.append((choice.prefix or self._begin(choice)) + piece + suffix)
                     continue
             self._tokens(choice, token_ids)
+        if ready:
+            data = ready[0] if len(ready) == 1 else b"".join(ready)
+            ready.clear()
+            events.send(data)
+        return not events.full
+
+    def _join(self, messages: list[bytes]) -> bool:
+        self._joining = True
+        super().__call__(messages)
+        self._joining = False
         return self.flush()
 
     def connect(self, resume: Callable[[], None]) -> None:
