@@ -72,6 +72,13 @@ class Peer:
         while not reached():
             await self.read()
 
+    async def until_closed(self) -> None:
+        """Go on until the other end hangs up."""
+        while (data := self.transport.recv_nowait(1 << 20)) != b"":
+            self.connection.receive(data or b"")
+            self.flush()
+            await self.transport.wait_readable()
+
     async def request(self) -> Stream:
         """The next request, as far as it has come."""
         while True:

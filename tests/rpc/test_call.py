@@ -10,8 +10,9 @@ from grpclib.const import Status
 from trio_router.http2 import frames
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.settings import Http2Settings
+from trio_router.http2.streams import Stream
 from trio_router.rpc.call import ClientCall
-from trio_router.rpc.metadata import Origin, RpcError, status_trailers
+from trio_router.rpc.metadata import Origin, RpcError, response_headers, status_trailers
 from trio_router.rpc.servercall import ServerCall
 
 CALL = "/test.Service/Call"
@@ -205,6 +206,13 @@ class TestEndings:
             assert await read(call) == ([b"reply"], None)
 
 
+async def requests(peer, count: int) -> list[Stream]:
+    found: list[Stream] = []
+    while len(found) < count:
+        found += [stream for stream in await peer.read() if stream not in found]
+    return found
+
+
 def finish(peer, stream, count: int, trailers) -> None:
     if not count:  # trailers-only
         trailers = [(b":status", b"200"), (b"content-type", b"application/grpc"), *trailers]
@@ -212,6 +220,36 @@ def finish(peer, stream, count: int, trailers) -> None:
 
 
 class TestLeaving:
+    async def test_a_pump_that_is_cancelled_gets_nothing_more_of_the_same_batch(self, scripted_server, autojump_clock):
+        """Invariant I2: from the cancel on, what comes stays in the record, where whoever leaves can look for it."""
+        async with scripted_server() as (channel, peer):
+            calls = [await channel.call(CALL, b"") for _ in range(2)]
+            streams = await requests(peer, 2)
+            got: list[bytes] = []
+            scope = trio.CancelScope()
+
+            async def pump_cancelled() -> None:
+                with scope:
+                    await calls[1].pump(lambda batch: bool(got.extend(batch)) or True)
+
+            def cancel_the_other(batch: list[bytes]) -> bool:
+                scope.cancel()
+                return True
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(pump_cancelled)
+                nursery.start_soon(calls[0].pump, cancel_the_other)
+                await trio.testing.wait_all_tasks_blocked()
+                for stream in streams:
+                    peer.connection.send_headers(stream, response_headers())
+                    peer.connection.send_messages(stream, [b"frame"])
+                peer.flush()
+                await trio.testing.wait_all_tasks_blocked()
+                assert scope.cancelled_caught
+                assert got == []
+                assert calls[1].take_nowait() == [b"frame"]
+                peer.end(streams[0], OK)
+
     async def test_a_server_that_goes_on_after_a_cancel_harms_nobody(self, scripted_server, autojump_clock):
         async with scripted_server() as (channel, peer):
             call = await channel.call(CALL, b"")

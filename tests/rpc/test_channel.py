@@ -10,7 +10,7 @@ from grpclib.const import Status
 from trio_router.errors import LinkError
 from trio_router.http2 import frames
 from trio_router.http2.settings import Http2Settings
-from trio_router.rpc.channel import ChannelSettings, open_channel
+from trio_router.rpc.channel import Channel, ChannelSettings, connect_channel, open_channel
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.rpc.metadata import Origin, RpcError
 from trio_router.rpc.server import Server, ServerSettings
@@ -132,14 +132,25 @@ class TestDialing:
         network = Network()
         network.black_hole("memory:7")
         async with trio.open_nursery() as nursery:
-
-            async def call() -> None:
-                with pytest.raises(LinkError, match="closed"):
-                    await channel.call(CALL, b"")
-
             async with open_channel("memory:7", dialer=network.dial) as channel:
-                nursery.start_soon(call)
+                nursery.start_soon(self.expect_closed, channel)
                 await trio.testing.wait_all_tasks_blocked()
+
+    async def test_closing_ends_the_dial_itself_too(self, autojump_clock):
+        """In a nursery of the caller's nothing else would, before the connect timeout."""
+        network = Network()
+        network.black_hole("memory:7")
+        async with trio.open_nursery() as nursery:
+            channel = connect_channel(nursery, "memory:7", dialer=network.dial)
+            nursery.start_soon(self.expect_closed, channel)
+            await trio.testing.wait_all_tasks_blocked()
+            begin = trio.current_time()
+            channel.close()
+        assert trio.current_time() == begin
+
+    async def expect_closed(self, channel: Channel) -> None:
+        with pytest.raises(LinkError, match="closed"):
+            await channel.call(CALL, b"")
 
 
 class TestPeersThatSayLittle:
@@ -155,6 +166,10 @@ class TestPeersThatSayLittle:
                 await channel.call(CALL, b"")
             assert trio.current_time() - begin == pytest.approx(4.0)
             assert channel.links == []
+            silent = await listener.accept()
+            with trio.fail_after(1):
+                while silent.recv_nowait(1 << 20) != b"":  # hung up on, too
+                    await silent.wait_readable()
 
     async def test_a_peer_that_answers_in_http1_is_named_as_such(self, autojump_clock):
         network = Network()

@@ -176,6 +176,26 @@ class TestClogging:
             nursery.cancel_scope.cancel()
         assert len(received) >= 20 * 10_000 - 65_535 - 10_000
 
+    async def test_many_senders_share_a_clogged_transport(self, open_pair, autojump_clock):
+        received: dict[bytes, int] = {}
+
+        async def total(call: ServerCall) -> None:
+            while (message := await call.receive()) is not None:
+                received[message[:1]] = received.get(message[:1], 0) + len(message)
+
+        async with open_pair(raw={CALL: total}, capacity_bytes=150) as (channel, _):
+
+            async def send(number: int) -> None:
+                call = await channel.start(CALL)
+                for at in range(30):
+                    await call.send(bytes([number]) * 100, end=at == 29)
+                assert await call.receive() is None
+
+            async with trio.open_nursery() as nursery:
+                for number in range(6):
+                    nursery.start_soon(send, number)
+        assert received == {bytes([number]): 3000 for number in range(6)}
+
     async def test_one_task_may_send_while_another_receives(self, open_pair, autojump_clock):
         """What a channel advises for bidirectional calls."""
         async with open_pair(raw={CALL: echo}) as (channel, _):
@@ -346,8 +366,9 @@ class TestMistakes:
                 nursery.start_soon(pump, calls[0])
                 nursery.start_soon(pump, calls[1])
                 await trio.testing.wait_all_tasks_blocked()
-                for call in calls:
-                    await call.send(b"hello")
+                for call in calls:  # one write, so that the replies come in one batch
+                    call.send_nowait([b"hello"])
+                calls[0].flush()
             assert [call.ended for call in calls] == [True, True, False]
             assert await calls[2].receive() == b"hello"
 

@@ -308,10 +308,21 @@ class TestDraining:
                     peer.flush()
                     await peer.read()
                 received += len(stream.take())
-                while peer.transport.recv_nowait(1 << 20) != b"":
-                    await peer.transport.wait_readable()
+                await peer.until_closed()
             ended.append(received)
         assert ended == [200]
+
+    async def test_it_ends_when_the_last_client_gives_up(self, scripted_client, autojump_clock):
+        async def wait(call: ServerCall) -> None:
+            await trio.sleep_forever()
+
+        async with scripted_client(raw={CALL: wait}) as (server, peer):
+            stream = peer.call(CALL)
+            await trio.testing.wait_all_tasks_blocked()
+            server.drain()
+            await peer.until(lambda: peer.connection.goaway_received is not None)
+            peer.reset(stream, ErrorCode.CANCEL)
+            await peer.until_closed()
 
     async def test_an_idle_server_ends_at_once_and_an_unanswered_request_may_be_repeated(self, autojump_clock):
         from trio_router.http2.connection import Connection
