@@ -131,10 +131,9 @@ class TestDialing:
     async def test_closing_a_channel_wakes_who_waits_for_its_dial(self, autojump_clock):
         network = Network()
         network.black_hole("memory:7")
-        async with trio.open_nursery() as nursery:
-            async with open_channel("memory:7", dialer=network.dial) as channel:
-                nursery.start_soon(self.expect_closed, channel)
-                await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery, open_channel("memory:7", dialer=network.dial) as channel:
+            nursery.start_soon(self.expect_closed, channel)
+            await trio.testing.wait_all_tasks_blocked()
 
     async def test_closing_ends_the_dial_itself_too(self, autojump_clock):
         """In a nursery of the caller's nothing else would, before the connect timeout."""

@@ -109,10 +109,16 @@ async def test_a_memory_link_holds_its_capacity_and_no_more():
 async def test_dialing_nobody_is_an_error_that_names_the_address():
     listener = await open_tcp_listener("127.0.0.1", port=0)
     listener.close()
-    with pytest.raises(LinkError, match=listener.address):
+    with pytest.raises(LinkError, match=f"{listener.address}: Connection refused"):
         await dial_tcp(listener.address)
     with pytest.raises(LinkError, match="memory:9"):
         await MemoryNetwork().dial("memory:9")
+
+
+@pytest.mark.parametrize("address", ["no..where:1", "x" * 70 + ":1", "127.0.0.1", "127.0.0.1:99999"])
+async def test_dialing_what_is_no_address_is_an_error_that_names_it(address):
+    with pytest.raises(LinkError, match=address):
+        await dial_tcp(address)
 
 
 async def test_a_closed_listener_wakes_its_acceptor():

@@ -96,8 +96,10 @@ class Channel:
     ) -> StubStream[Request, Reply]:
         """What betterproto's generated stubs call. Opens no scope and no nursery.
 
-        Streaming stubs are async generators: iterate them under `contextlib.aclosing`, or the call stays open when you
-        stop early. A bidirectional stub is refused: the generated code would start an asyncio task.
+        Streaming stubs are async generators: iterate them under `contextlib.aclosing`. betterproto's generated method
+        wraps a second generator that nothing closes, so a stream that is left early ends when that one is collected: at
+        once, but with a ResourceWarning of trio's where those are shown. `call` and `ClientCall.cancel` do without.
+        A bidirectional stub is refused: the generated code would start an asyncio task.
         """
         if cardinality.client_streaming and cardinality.server_streaming:
             raise TypeError(

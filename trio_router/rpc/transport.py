@@ -10,6 +10,7 @@ I/O errors of the operating system become `LinkError` here and nowhere else.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
@@ -185,11 +186,21 @@ async def dial_tcp(address: str) -> Transport:
     with trio.move_on_after(CONNECT_TIMEOUT):
         try:
             stream = await trio.open_tcp_stream(host, port)
-        except OSError as exc:
-            raise LinkError(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+        except (OSError, UnicodeError) as exc:  # UnicodeError: the host cannot even be asked for
+            raise LinkError(f"cannot connect to {address}: {_reason(exc)}") from exc
         # trio's socket is only needed for the handshake; afterwards reads and writes are ours (module docstring).
         return SocketTransport(socket.socket(fileno=stream.socket.detach()), peer=address)
     raise LinkError(f"cannot connect to {address}: no answer within {CONNECT_TIMEOUT:g} s")
+
+
+def _reason(error: BaseException) -> str:
+    # trio tries every address of a host, says "all attempts failed", and keeps why in a group below.
+    cause = error.__cause__
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return os.strerror(cause.errno)
+    return str(getattr(error, "strerror", None) or error)
 
 
 def split_address(address: str) -> tuple[str, int]:
