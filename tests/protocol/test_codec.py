@@ -13,7 +13,7 @@ import betterproto
 import pytest
 
 from trio_router.errors import BadRequest, DecodeError
-from trio_router.protocol.codec import decode, encode
+from trio_router.protocol.codec import decode, encode, make
 from trio_router.protocol.messages import (
     AbortRequest,
     AbortResponse,
@@ -213,6 +213,54 @@ class TestOneofs:
         request = GenerateRequest(text="x", tokenized=TokenizedInput(input_ids=[5]))
         assert betterproto.which_one_of(request, "input")[0] == "text"
         assert encode(request) == hexed("1a 01 78")
+
+
+class TestMaking:
+    @pytest.mark.parametrize(
+        ("cls", "fields"),
+        [
+            (AbortRequest, {"request_ids": ["a", "b"]}),
+            (GenerateRequest, {"request_id": "r", "text": "", "stream": True}),
+            (GenerateRequest, {"tokenized": TokenizedInput(original_text="x", input_ids=[5, 6]), "stream": False}),
+            (SamplingParams, {"temperature": 0.0, "max_tokens": 0, "seed": None, "n": 1, "stop": ["x"]}),
+            (SamplingParams, {"temperature": None, "logit_bias": {5: -1.0}, "regex": "a+", "ignore_eos": True}),
+            (GenerateComplete, {"matched_token_id": 0, "kv_transfer_params_json": None}),
+            (MultimodalInputs, {}),
+        ],
+    )
+    def test_it_is_what_the_constructor_makes(self, cls: type[betterproto.Message], fields: dict[str, Any]) -> None:
+        made, built = make(cls, **fields), cls(**fields)
+        assert type(made) is cls
+        assert encode(made) == encode(built)
+        assert made == built
+        assert {group: betterproto.which_one_of(made, group) for group in cls._betterproto.oneof_field_by_group} == {
+            group: betterproto.which_one_of(built, group) for group in cls._betterproto.oneof_field_by_group
+        }
+
+    def test_an_empty_one_inside_another_is_absent_until_something_is_set(self) -> None:
+        for inner in (make(AbortResponse), make(KvBlock)):
+            assert not betterproto.serialized_on_wire(inner)
+        assert betterproto.serialized_on_wire(make(KvBlock, block_size=0))
+
+    def test_it_can_be_changed_afterwards(self) -> None:
+        request = make(GenerateRequest, text="x")
+        request.tokenized = TokenizedInput(input_ids=[5])
+        request.request_id = "r"
+        assert encode(request) == encode(GenerateRequest(request_id="r", tokenized=TokenizedInput(input_ids=[5])))
+
+    def test_two_share_nothing(self) -> None:
+        first, second = make(SamplingParams, n=1), make(SamplingParams, n=1)
+        first.stop.append("x")
+        first.json_object = True
+        assert encode(second) == encode(SamplingParams(n=1))
+
+    def test_a_field_that_there_is_not_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="SamplingParams has no field max_token"):
+            make(SamplingParams, max_token=5)
+
+    def test_two_members_of_a_oneof_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="one of text and tokenized"):
+            make(GenerateRequest, text="x", tokenized=TokenizedInput())
 
 
 class TestMaps:

@@ -27,7 +27,7 @@ PLACEHOLDER: Final[Any] = betterproto.PLACEHOLDER
 class Plan:
     """How one message class is read and written."""
 
-    __slots__ = ("cls", "groups", "readers", "template", "writers")
+    __slots__ = ("cls", "groups", "members", "readers", "template", "writers")
 
     def __init__(self, cls: type[betterproto.Message]) -> None:
         self.cls = cls
@@ -38,6 +38,8 @@ class Plan:
         # The `__dict__` of a message decoded from no bytes, less its own `_group_current`.
         self.template: Values = {"_serialized_on_wire": True, "_unknown_fields": b"", "_group_current": {}}
         self.groups: dict[str, str | None] = {}
+        # The oneof of each field that is in one.
+        self.members: dict[str, str] = {}
 
 
 def values_of(message: betterproto.Message) -> Values:

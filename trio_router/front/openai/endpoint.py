@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
+from ...protocol.codec import make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
 from ...text.tokenizer import Tokenizer
 from ..seams import Offload, Router, SamplingDefaults, TextSource, inline
@@ -74,7 +75,8 @@ def answer_for(
     options = request.stream_options
     return Answer(
         requests=[
-            GenerateRequest(
+            make(
+                GenerateRequest,
                 request_id=f"{request_id}-p{at}" if many else request_id,
                 tokenized=prompt,
                 sampling_params=sampling,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import BadRequest, Unsupported
+from ...protocol.codec import make
 from ...protocol.messages import TokenizedInput
 from ...text.tokenizer import Tokenizer
 from .schema import ChatRequest, ContentPart, Message
@@ -63,7 +64,7 @@ def ids_prompt(token_ids: list[int]) -> TokenizedInput:
 def _input(text: str, token_ids: list[int]) -> TokenizedInput:
     if not token_ids:
         raise BadRequest("the prompt is empty")
-    return TokenizedInput(original_text=text, input_ids=token_ids)
+    return make(TokenizedInput, original_text=text, input_ids=token_ids)
 
 
 def _message(message: Message, *, at: int) -> dict[str, Any]:

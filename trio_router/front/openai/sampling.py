@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ...errors import BadRequest, Unsupported
+from ...protocol.codec import make
 from ...protocol.messages import SamplingParams
 from .schema import INT32_MAX, GenerationRequest, ResponseFormat
 
@@ -32,7 +33,8 @@ def sampling_params(
         "repetition_penalty": request.repetition_penalty,
     }
     chosen = {name: defaults.get(name) if value is None else value for name, value in chosen.items()}
-    params = SamplingParams(
+    return make(
+        SamplingParams,
         temperature=chosen["temperature"],
         top_p=_or(chosen["top_p"], 1.0),
         top_k=max(0, int(_or(chosen["top_k"], 0))),  # -1 is "all" to clients, 0 is to the engine
@@ -52,10 +54,8 @@ def sampling_params(
         seed=None if request.seed is None else max(-INT32_MAX - 1, min(request.seed, INT32_MAX)),
         include_stop_str_in_output=bool(request.no_stop_trim),
         logit_bias=dict(request.logit_bias or {}),
+        **constraint(request),
     )
-    for name, value in constraint(request).items():
-        setattr(params, name, value)
-    return params
 
 
 def stop_strings(request: GenerationRequest) -> list[str]:
