@@ -50,9 +50,9 @@ class Registry:
         """Whether every leg a request needs has a routable worker."""
         return all(any(w.ready for w in self._of(role)) for role in self._roles())
 
-    async def wait_ready(self) -> None:
-        """Return when `ready`."""
-        while not self.ready:
+    async def wait_ready(self, *, every_worker: bool = False) -> None:
+        """Return when `ready`, or only once every worker is routable."""
+        while not (all(worker.ready for worker in self.workers) if every_worker else self.ready):
             await self._changed.wait()
 
     def models(self) -> list[str]:

@@ -108,7 +108,9 @@ async def open_cluster(
     router: RouterSettings | None = None,
     network: MemoryNetwork | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A ready cluster. `worker` and `router` are templates: names, roles and the worker list are filled in."""
+    """A cluster whose every worker is routable. `worker` and `router` are templates: names, roles and the worker list
+    are filled in.
+    """
     network = network or MemoryNetwork()
     template = worker or WorkerSettings(name="template")
     model = load_model()
@@ -137,7 +139,8 @@ async def open_cluster(
             chance=lambda: 0.5,
         )
         running = await stack.enter_async_context(opened_router)
-        await running.wait_ready()
+        # All of them, not one for each leg: tests count on the first turn being the first worker's.
+        await running.registry.wait_ready(every_worker=True)
         yield Cluster(
             router=running,
             network=network,
