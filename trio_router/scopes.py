@@ -1,9 +1,10 @@
-"""Two small promises about nurseries that every `open_*` function makes."""
+"""A promise about nurseries that every `open_*` function makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import trio
 
@@ -23,8 +24,18 @@ def plain_errors() -> Iterator[None]:
         real = [leaf for leaf in leaves if not isinstance(leaf, trio.Cancelled)]
         if len(real) > 1:
             raise
-        # "from None" would lose the group's own traceback; the cause keeps the story complete.
-        raise (real[0] if real else leaves[0]) from group.__cause__
+        _raise_as_it_is(real[0] if real else leaves[0])
+
+
+def _raise_as_it_is(error: BaseException) -> NoReturn:
+    # Raising inside an except block makes the group the error's context, and "from" would replace its cause: either
+    # would lose what the error says of its own origin.
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
+        del error, context
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
