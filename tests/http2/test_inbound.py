@@ -37,6 +37,8 @@ def in_state(peer, state: State):
     stream = peer.connection.open_stream(REQUEST) if state is State.AWAITING else receiving(peer)
     if state is State.REMOTE_ENDED:
         peer.data(1, b"", end=True)
+    if state is State.DEAF:
+        peer.data(1, b"\x01\0\0\0\0")
     if state is State.CLOSED:
         peer.connection.reset(stream, ErrorCode.CANCEL)
     peer.output()
@@ -74,8 +76,8 @@ REACHABLE = [
     (role, state, event)
     for role, state, event in product(Role, State, Input)
     if not (role is Role.SERVER and (state is State.AWAITING or event is Input.INFORMATIONAL))
-    # A client ends its side together with the server's, so it never waits in this state.
-    and not (role is Role.CLIENT and state is State.REMOTE_ENDED)
+    # A client ends its side together with the server's, and has nothing to say to one that failed.
+    and not (role is Role.CLIENT and state in (State.REMOTE_ENDED, State.DEAF))
 ]
 
 
@@ -423,8 +425,8 @@ class TestMessages:
         stream = receiving(peer)
         peer.data(1, join([b"whole", b"torn"])[: 10 + cut], end=True)
         assert stream.messages == [b"whole"]
-        assert (stream.failure.message, stream.closed) == ("the stream ended inside a message", True)
-        assert [frame.payload for frame in peer.output()] == [b"\0\0\0\x01"]
+        assert (stream.failure.message, stream.closed) == ("the stream ended inside a message", role is Role.CLIENT)
+        assert [frame.payload for frame in peer.output()] == [b"\0\0\0\x01"] * (role is Role.CLIENT)
 
     def test_trailers_inside_a_message_are_kept_beside_the_failure(self, make_scripted):
         peer = make_scripted(Role.CLIENT)
@@ -442,6 +444,7 @@ class TestMessages:
         peer.data(1, (b"" if alone else join([b"good"])) + b"\x01\0\0\0\x02hi")
         assert "identity" in stream.failure.message
         assert stream.messages == ([] if alone else [b"good"])
+        assert stream.closed is (role is Role.CLIENT)
         assert peer.connection.error is None
 
     @pytest.mark.parametrize("size", [101, 16_000, 2**32 - 1])
@@ -451,8 +454,40 @@ class TestMessages:
         peer.data(1, b"\0" + size.to_bytes(4, "big") + b"x" * min(size, 16_000))
         assert isinstance(stream.failure, TooLarge)
         assert stream.failure.message == f"gRPC message of {size} bytes is over max_message_bytes (100)"
-        assert (stream.messages, stream.closed) == ([], True)
+        assert (stream.messages, stream.closed) == ([], False)
+        assert peer.output() == []
+
+    def test_a_client_gives_such_a_response_up(self, make_scripted):
+        peer = make_scripted(Role.CLIENT, settings=Http2Settings(max_message_bytes=100))
+        stream = receiving(peer)
+        peer.data(1, join([b"x" * 101]))
+        assert isinstance(stream.failure, TooLarge)
+        assert stream.closed
         assert [frame.payload for frame in peer.output()] == [b"\0\0\0\x0b"]
+
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_a_server_can_say_what_was_wrong_with_a_message(self, make_scripted, ended):
+        peer = make_scripted(Role.SERVER, settings=Http2Settings(max_message_bytes=100))
+        stream = receiving(peer)
+        peer.data(1, join([b"good", b"x" * 101]), end=ended)
+        assert (stream.remote_ended, stream.closed) == (False, False)
+        # What follows is no message, however much it looks like one; the connection's credit for it comes back.
+        for _ in range(3):
+            assert peer.data(1, join([b"more"])) == []
+        assert peer.data(1, b"", end=True) == []
+        assert peer.headers(1, TRAILERS, end=True) == []
+        assert stream.messages == [b"good"]
+        assert peer.connection._core.uncredited == len(join([b"good", b"x" * 101])) + 3 * len(join([b"more"]))
+        peer.connection.send_headers(stream, [*RESPONSE, *TRAILERS], end_stream=True)
+        assert [frame.kind for frame in peer.output()] == [FrameType.HEADERS, FrameType.RST_STREAM]
+        assert stream.closed
+
+    def test_a_client_may_give_up_waiting_for_that(self, make_scripted):
+        peer = make_scripted(Role.SERVER, settings=Http2Settings(max_message_bytes=100))
+        stream = receiving(peer)
+        peer.data(1, join([b"x" * 101]))
+        assert peer.write(FrameType.RST_STREAM, 0, 1, b"\0\0\0\x08") == [stream]
+        assert (stream.closed, stream.reset_code) == (True, 8)
 
     def test_a_message_of_the_limit_passes(self, make_scripted):
         peer = make_scripted(Role.SERVER, settings=Http2Settings(max_message_bytes=100))

@@ -220,23 +220,55 @@ class TestClientsThatMisbehave:
             await peer.until(lambda: other.closed)
             assert other.take() == [b"fine"]
 
-    @pytest.mark.parametrize("mistake", ["no credit at all", "too large", "compressed"])
-    async def test_a_broken_stream_ends_its_handler(self, scripted_client, autojump_clock, mistake):
+    async def test_a_broken_stream_ends_its_handler(self, scripted_client, autojump_clock):
         async def wait(call: ServerCall) -> None:
             await trio.sleep_forever()
 
-        http2 = Http2Settings(max_message_bytes=1000)
-        async with scripted_client(raw={CALL: wait, OTHER: echo}, http2=http2) as (server, peer):
+        async with scripted_client(raw={CALL: wait, OTHER: echo}) as (server, peer):
             stream = peer.call(CALL, b"", end=False)
             await trio.testing.wait_all_tasks_blocked()
-            if mistake == "no credit at all":
-                peer.write(frames.window_update(stream.id, 0))
-            elif mistake == "too large":
-                peer.connection.send_messages(stream, [bytes(1001)])
-                peer.flush()
-            else:
-                peer.write(frames.data_header(stream.id, 5, end_stream=False) + b"\x01\x00\x00\x00\x00")
+            peer.write(frames.window_update(stream.id, 0))
             await peer.until(lambda: stream.closed)
+            await trio.testing.wait_all_tasks_blocked()
+            assert server.calls_in_flight == 0
+            assert stream.reset_code == ErrorCode.PROTOCOL_ERROR
+            other = peer.call(OTHER, b"fine")
+            await peer.until(lambda: other.closed)
+            assert other.take() == [b"fine"]
+
+    @pytest.mark.parametrize("when", ["at once", "later", "after a reply"])
+    @pytest.mark.parametrize(
+        ("sent", "encoding", "status", "words"),
+        [
+            (b"\x00\x00\x00\x03\xe9" + bytes(1001), None, Status.RESOURCE_EXHAUSTED, b"1001 bytes is over"),
+            (b"\x00\xff\xff\xff\xff", None, Status.RESOURCE_EXHAUSTED, b"max_message_bytes (1000)"),
+            (b"\x01\x00\x00\x00\x00", None, Status.INTERNAL, b"identity"),
+            (b"\x01\x00\x00\x00\x00", b"gzip", Status.UNIMPLEMENTED, b"gzip"),
+            (b"\x02\x00\x00\x00\x00", None, Status.INTERNAL, b"not defined"),
+            (b"\x00\x00\x00\x00", None, Status.INTERNAL, b"inside a message"),
+        ],
+    )
+    async def test_a_message_that_cannot_be_read_is_answered_in_words(
+        self, scripted_client, autojump_clock, sent, encoding, status, words, when
+    ):
+        async def read_all(call: ServerCall) -> None:
+            if when == "after a reply":
+                await call.send(b"reply")
+            while await call.receive() is not None:
+                pass
+
+        http2 = Http2Settings(max_message_bytes=1000)
+        async with scripted_client(raw={CALL: read_all, OTHER: echo}, http2=http2) as (server, peer):
+            headers = request_headers(CALL, authority="a")
+            stream = peer.connection.open_stream(headers + ([(b"grpc-encoding", encoding)] if encoding else []))
+            if when != "at once":
+                peer.flush()
+                await trio.testing.wait_all_tasks_blocked()
+            peer.write(peer.connection.take_output() + frames.data_header(stream.id, len(sent), end_stream=True) + sent)
+            await peer.until(lambda: stream.closed)
+            assert get(stream.trailers, b"grpc-status") == str(status.value).encode()
+            assert words in get(stream.trailers, b"grpc-message")
+            assert stream.take() == ([b"reply"] if when == "after a reply" and not encoding else [])
             await trio.testing.wait_all_tasks_blocked()
             assert server.calls_in_flight == 0
             other = peer.call(OTHER, b"fine")

@@ -139,7 +139,7 @@ class Core:
         stream.plain = False
         stream.remote_ended = True
         if stream.assembler is not None and stream.assembler.pending:
-            self.fail_stream(stream, ProtocolViolation("the stream ended inside a message"))
+            self.fail_message(stream, ProtocolViolation("the stream ended inside a message"))
         elif stream.local_ended:
             self.close(stream)
         elif self.role is Role.CLIENT:
@@ -157,6 +157,19 @@ class Core:
     def _end_early(self, stream: Stream) -> None:
         """The response is complete and the request is not: nobody wants the rest of it (RFC 9113 8.1)."""
         self.reset(stream, code=ErrorCode.NO_ERROR)
+
+    def fail_message(self, stream: Stream, error: ProtocolViolation | TooLarge) -> None:
+        """The peer sent a message that cannot be read. A server's owner says so, which a reset could not."""
+        if self.role is Role.CLIENT:
+            self.fail_stream(stream, error)
+            return
+        stream.failure = error
+        stream.plain = False
+        stream.assembler = None
+        if not stream.remote_ended:
+            stream.state = State.DEAF
+        self.touch(stream)
+        self.patience.answer()  # which the owner will give
 
     def fail_stream(self, stream: Stream, error: ProtocolViolation | TooLarge) -> None:
         """The peer broke the rules on this stream alone."""

@@ -223,7 +223,7 @@ class Inbound:
         try:
             assembler.feed(body, into=stream.messages)
         except (ProtocolViolation, TooLarge) as error:
-            self._core.fail_stream(stream, error)
+            self._core.fail_message(stream, error)
             return False
         stream.plain = not assembler.pending
         if len(stream.messages) > before:

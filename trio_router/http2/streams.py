@@ -11,8 +11,8 @@ Two rules. (1) What a frame means depends only on (role, state, input): it is lo
 ```
 
 A client's stream passes through REMOTE_ENDED without stopping there: with the response complete, nobody wants the
-rest of the request. Whether *we* may still send is a separate, simpler question (`sendable`): it never changes what
-a peer may send.
+rest of the request. A server's stream goes from RECEIVING to DEAF when a message cannot be read. Whether *we* may
+still send is a separate, simpler question (`sendable`): it never changes what a peer may send.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class State(_Symbol):
     AWAITING = "request sent, response headers not here yet (client only)"
     RECEIVING = "headers are here, messages may follow"
     REMOTE_ENDED = "the peer has ended its side"
+    DEAF = "a message could not be read, and the peer is still to be told so (server only)"
     CLOSED = "over, by both ends or a reset"
 
 
@@ -134,6 +135,13 @@ _COMMON: Final[Mapping[State, Mapping[Input, Rule]]] = {
         Input.PRIORITY: Rule(Action.IGNORE, State.REMOTE_ENDED),
         Input.PUSH: _PUSH,
     },
+    # No client stream is ever in this state: a client resets such a stream.
+    State.DEAF: {
+        **dict.fromkeys(Input, Rule(Action.IGNORE, State.DEAF)),
+        Input.RESET: _RESET,
+        Input.CREDIT: Rule(Action.GRANT, State.DEAF),
+        Input.PUSH: _PUSH,
+    },
     # Also streams that were never used but lie below a newer one (RFC 9113 5.1.1), and those we reset while the
     # peer was still sending: telling the cases apart would need a memory of every stream that ever was.
     State.CLOSED: {**dict.fromkeys(Input, _IGNORED), Input.PUSH: _PUSH},
@@ -193,8 +201,9 @@ class Stream:
     * `reset_code`: of the RST_STREAM that came, any number; REFUSED_STREAM also when a GOAWAY refused the stream.
     * `refused`: the peer said that it never processed the request, so it may be repeated.
     * `lost`: the connection went away first.
-    * `failure`: the peer broke the protocol on this stream and we have reset it. `trailers` may be there all the same,
-      when they ended the stream inside a message: their status is then the better explanation.
+    * `failure`: the peer broke the protocol on this stream and we have reset it; but a server's stream whose message
+      could not be read waits for its owner to say so in trailers. A client may find `trailers` all the same, when
+      they ended the stream inside a message: their status is then the better explanation.
     * `closed`: nothing will come or go any more.
     * `queued_bytes`: accepted by `send_messages` and not yet in the output, gRPC prefixes included.
     * `user`: whatever the owner wants to hang on to the stream.

@@ -124,6 +124,8 @@ class Server:
                 await self._run_handler(call)
             if call.fault is not None:
                 _blame_handler(call, call.fault)
+            elif call.problem is not None:
+                call.fail(call.problem)
             elif call.timed_out:
                 call.finish(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
         except* Exception as group:  # noqa: BLE001  # the edge of a handler

@@ -38,7 +38,9 @@ class ServerCall:
         self.path = (get(headers, b":path") or b"").decode("latin-1")
         self.peer = link.peer
         self.deadline = math.inf
-        self.problem = self._read_headers(headers)
+        self._stream = stream
+        # Why the call is refused whatever its handler says.
+        self.problem = self._read_headers(headers) or self._unreadable()
         self.scope = trio.CancelScope(deadline=self.deadline)
         self.on_drained: Callable[[], None] | None = None
         self.fault: Exception | None = None  # raised by `on_drained`, for the server to report
@@ -47,7 +49,6 @@ class ServerCall:
         # connection that are pumped in one batch then share one flush.
         self.flush: Flush = link.flush
         self._link = link
-        self._stream = stream
         self._inbox: deque[bytes] = deque()
         self._seat = Seat()  # of the task that receives
         self._sender = Seat()
@@ -82,6 +83,8 @@ class ServerCall:
             stream = self._stream
             if stream.messages:
                 self._inbox.extend(stream.take())
+            elif self.problem is not None:
+                raise self.problem
             elif stream.remote_ended:
                 return None
             else:
@@ -158,7 +161,9 @@ class ServerCall:
     # StreamOwner
 
     def touched(self, flushes: dict[Flush, None]) -> None:
-        if self.gone:
+        if self.problem is None:
+            self.problem = self._unreadable()
+        if self.gone or self.problem is not None:
             self.scope.cancel()
         self._seat.wake()
 
@@ -178,6 +183,10 @@ class ServerCall:
         """Never watched: the scope keeps the deadline."""
 
     # Inside
+
+    def _unreadable(self) -> GRPCError | None:
+        failure = self._stream.failure
+        return None if failure is None else GRPCError(failure.grpc_status, failure.message)
 
     def _read_headers(self, headers: list[tuple[bytes, bytes]]) -> GRPCError | None:
         content_type = get(headers, b"content-type") or b""
