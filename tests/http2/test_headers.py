@@ -13,6 +13,7 @@ from trio_router.errors import ProtocolViolation
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.headers import (
     MAX_CONTINUATIONS,
+    MAX_REMEMBERED,
     HeaderBlock,
     HeaderDecoder,
     HeaderEncoder,
@@ -24,6 +25,12 @@ from trio_router.http2.headers import (
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/s/m")]
 STATUS = [(b":status", b"200")]
+# Few enough names and values that lists repeat, and large enough that the table overflows.
+FIELDS = st.tuples(
+    st.sampled_from([b"a", b"b", b"content-type", b"authorization"]),
+    st.sampled_from([b"", b"1", b"2", b"x" * 1000, b"y" * 1500, b"z" * 5000]),
+)
+LISTS = st.lists(st.lists(FIELDS, max_size=3), min_size=1, max_size=12)
 
 
 class TestEncoding:
@@ -60,8 +67,57 @@ class TestEncoding:
         for _ in range(2):
             assert list(decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)) == [(b"a", b"b")]
 
+    @given(lists=LISTS, limits=st.dictionaries(st.integers(0, 30), st.sampled_from([0, 100, 2000, 4096])))
+    def test_a_list_that_repeats_is_read_as_the_first_time_whatever_came_between(self, lists, limits):
+        encoder, decoder = HeaderEncoder(), hpack.Decoder()
+        for at, headers in enumerate(lists * 3):
+            if at in limits:
+                encoder.limit_table(limits[at])
+            assert list(decoder.decode(encoder.encode(headers), raw=True)) == headers
+
+    def test_a_list_that_repeats_is_not_searched_for_again(self, monkeypatch):
+        encoder = HeaderEncoder()
+        blocks = [encoder.encode(REQUEST) for _ in range(2)]
+        monkeypatch.setattr(hpack.Encoder, "encode", None)
+        assert encoder.encode(REQUEST) == blocks[1]
+
+    def test_what_is_remembered_is_bounded(self):
+        encoder, decoder = HeaderEncoder(), HeaderDecoder(max_list_bytes=10_000)
+        for number in range(1000):
+            decoder.decode(hpack.Encoder().encode([(b"a", b"%d" % number, True)], huffman=False))
+            encoder.encode([STATUS[0]] * number)
+        assert len(encoder._blocks) <= MAX_REMEMBERED
+        assert len(decoder._lists) <= MAX_REMEMBERED
+
 
 class TestDecoding:
+    @given(lists=LISTS, limits=st.dictionaries(st.integers(0, 30), st.sampled_from([0, 100, 2000, 4096])))
+    def test_a_block_that_repeats_means_what_it_does_to_others(self, lists, limits):
+        encoder, decoder = hpack.Encoder(), HeaderDecoder(max_list_bytes=100_000)
+        for at, headers in enumerate(lists * 3):
+            if at in limits:
+                encoder.header_table_size = limits[at]
+            assert decoder.decode(encoder.encode(headers)) == headers
+
+    def test_lists_of_one_block_share_nothing(self):
+        block = hpack.Encoder().encode(STATUS)
+        decoder = HeaderDecoder(max_list_bytes=1000)
+        for _ in range(3):
+            headers = decoder.decode(block)
+            assert headers == STATUS
+            headers.append((b"a", b"b"))
+
+    def test_a_table_update_takes_effect_each_time(self):
+        decoder = HeaderDecoder(max_list_bytes=1000)
+        shrink, grow = b"\x20", b"\x3f\xe1\x1f"  # to 0, to 4096
+        insert = b"\x40\x01a\x01b"
+        for _ in range(3):
+            assert decoder.decode(grow + insert) == [(b"a", b"b")]
+            assert decoder.decode(b"\xbe") == [(b"a", b"b")]
+            assert decoder.decode(shrink + b"\x88") == STATUS
+            with pytest.raises(ProtocolViolation):
+                decoder.decode(b"\xbe")
+
     def test_garbage_is_a_compression_error(self):
         with pytest.raises(ProtocolViolation) as caught:
             HeaderDecoder(max_list_bytes=1000).decode(b"\xff\xff\xff")

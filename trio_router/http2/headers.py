@@ -7,14 +7,18 @@ Responsible for compression state and for refusing malformed or oversized lists.
 from __future__ import annotations
 
 import re
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import hpack
+from hpack.table import HeaderTable
 
 from trio_router.errors import ProtocolViolation, TooLarge
 from trio_router.http2.frames import ErrorCode
 
 Headers = list[tuple[bytes, bytes]]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 # Ends of what we decode at all, as a multiple of the list size we admit. Up to it only the stream fails, for the
 # compression state is still sound; beyond it the block is not read to its end, so the connection is lost with it.
@@ -25,6 +29,10 @@ MAX_CONTINUATIONS: Final = 64
 # Our encoder's table: the protocol's default. A peer that offers more gets no more, it is memory per connection
 # on both sides.
 MAX_ENCODER_TABLE_BYTES: Final = 4096
+# Most calls of a connection have the same few header lists, which the table holds after the first of each: a look
+# instead of 20 us in hpack. Both bounds are per connection and direction.
+MAX_REMEMBERED: Final = 32
+MAX_REMEMBERED_BYTES: Final = 512
 # RFC 9113 6.5.2: what one field costs besides its bytes.
 FIELD_OVERHEAD: Final = 32
 
@@ -60,15 +68,29 @@ _EDGE_SPACE: Final = b" \t"
 class HeaderEncoder:
     """The compression state of what we send. A block that was encoded must reach the peer, in the order of encoding."""
 
-    __slots__ = ("_hpack",)
+    __slots__ = ("_blocks", "_hpack")
 
     def __init__(self) -> None:
         self._hpack = hpack.Encoder()
+        # Blocks of lists that were encoded before, as long as the table stays as it is.
+        self._blocks: dict[tuple[tuple[bytes, bytes], ...], bytes] = {}
 
     def encode(self, headers: Headers) -> bytes:
         """One header block. Without Huffman coding: it would save a few bytes for three times the CPU."""
+        key = tuple(headers)
+        block = self._blocks.get(key)
+        if block is not None:
+            return block
+        table = self._hpack.header_table
+        announces = table.resized
+        before = _Mark.of(table)
         fields = [(name, value, name in NEVER_INDEXED) for name, value in headers]
-        return self._hpack.encode(fields, huffman=False)
+        block = self._hpack.encode(fields, huffman=False)
+        if not before.still_holds(table):
+            self._blocks.clear()
+        elif not announces and not any(sensitive for _, _, sensitive in fields):
+            _remember(self._blocks, key, block)
+        return block
 
     def limit_table(self, peer_limit: int) -> None:
         """Follow the peer's HEADER_TABLE_SIZE; the change is announced in the next block."""
@@ -76,26 +98,70 @@ class HeaderEncoder:
         # Setting the same value again would make hpack forget a change it has not announced yet.
         if size != self._hpack.header_table_size:
             self._hpack.header_table_size = size
+            self._blocks.clear()
 
 
 class HeaderDecoder:
     """The compression state of what we receive. Every block must pass through, even one for a stream that is gone."""
 
-    __slots__ = ("_hpack",)
+    __slots__ = ("_hpack", "_lists")
 
     def __init__(self, *, max_list_bytes: int) -> None:
         self._hpack = hpack.Decoder(max_header_list_size=max_list_bytes * HARD_LIMIT_FACTOR)
+        # Lists of blocks that were decoded before, as long as the table stays as it is.
+        self._lists: dict[bytes, Headers] = {}
 
     def decode(self, block: bytes) -> Headers:
         """A complete header block as raw pairs. Raises `ProtocolViolation`, always fatal for the connection."""
+        known = self._lists.get(block)
+        if known is not None:
+            return known.copy()
+        table = self._hpack.header_table
+        before = _Mark.of(table)
         try:
-            return list(self._hpack.decode(block, raw=True))
+            headers: Headers = list(self._hpack.decode(block, raw=True))
         except hpack.OversizedHeaderListError as error:
             raise ProtocolViolation(str(error), h2_code=ErrorCode.ENHANCE_YOUR_CALM) from error
         except hpack.HPACKError as error:
             raise ProtocolViolation(
                 f"header block cannot be decoded: {error}", h2_code=ErrorCode.COMPRESSION_ERROR
             ) from error
+        if not before.still_holds(table):
+            self._lists.clear()
+        elif len(block) <= MAX_REMEMBERED_BYTES and not _is_table_update(block):
+            _remember(self._lists, block, headers.copy())
+        return headers
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What a compression table was. Entries come at the front, one by one, and leave at the back or all at once."""
+
+    newest: object
+    entries: int
+    size: int
+
+    @classmethod
+    def of(cls, table: HeaderTable) -> _Mark:
+        entries = table.dynamic_entries
+        return cls(entries[0] if entries else None, len(entries), table.maxsize)
+
+    def still_holds(self, table: HeaderTable) -> bool:
+        # By identity: an entry that is equal may be another one, behind which the old ones have moved.
+        now = _Mark.of(table)
+        return now.newest is self.newest and now.entries == self.entries and now.size == self.size
+
+
+def _is_table_update(block: bytes) -> bool:
+    # RFC 7541 6.3: what it changes is not in the entries.
+    return block[:1] >= b"\x20" and block[:1] < b"\x40"
+
+
+def _remember(memory: dict[Key, Value], key: Key, value: Value) -> None:
+    # Lists that never repeat fill it up; what does repeat is soon there again.
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
 
 
 class HeaderBlock:
