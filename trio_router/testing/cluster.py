@@ -9,38 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from ..dispatch.router import Router, RouterSettings, open_router
+from ..dispatch.router import Router, RouterSettings
 from ..engine.model import Model, load_model
 from ..engine.settings import WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..fleet.worker import WorkerRole, WorkerSpec
-from ..observe.hooks import Observer, RequestRecord
 from ..protocol.messages import GenerateRequest, GenerateResponse, SamplingParams, TokenizedInput
 from ..rpc.memory import MemoryNetwork
+from .recorder import Recorder, open_counted_router, router_leaks, said
 
 _ROLES = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE, "plain": WorkerRole.PLAIN}
-
-
-class Recorder(Observer):
-    """Remembers what the router told it."""
-
-    def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
-        self.handoffs: list[str] = []
-        self.failures: list[str] = []
-        self.missing: list[str] = []
-
-    def request_ended(self, record: RequestRecord) -> None:
-        self.records.append(record)
-
-    def handoff_ended(self, *, outcome: str) -> None:
-        self.handoffs.append(outcome)
-
-    def handoff_missing(self, *, worker: str) -> None:
-        self.missing.append(worker)
-
-    def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
-        self.failures.append(code)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,14 +54,13 @@ class Cluster:
 
     def leaks(self) -> list[str]:
         """What has not returned to rest (invariant I8). Empty after quiet, whatever was cancelled where."""
-        counts = {"requests in flight": self.router.in_flight, "janitor jobs": self.router.janitor.jobs}
-        counts |= {f"leases on {known.name}": known.in_flight for known in self.router.registry.workers}
+        counts = router_leaks(self.router)
         for worker in self.workers:
             core, name = worker.engine.core, worker.settings.name
             counts[f"handoffs pinned on {name}"] = len(worker.ledger)
             counts[f"sequences on {name}"] = len(core.waiting) + len(core.pulling) + len(core.running)
             counts[f"leases expired on {name}"] = worker.counters.lease_expired
-        return [f"{count} {what}" for what, count in counts.items() if count]
+        return said(counts)
 
 
 async def collect(router: Router, request: GenerateRequest | bytes) -> list[int]:
@@ -131,13 +108,7 @@ async def open_cluster(
                 workers.append(await stack.enter_async_context(opened))
         specs = tuple(WorkerSpec(url=f"grpc://{w.address}", role=_ROLES[str(w.settings.role)]) for w in workers)
         settings_of_router = replace(router or RouterSettings(), workers=specs)
-        opened_router = open_router(
-            settings_of_router,
-            dialer=network.dial,
-            observer=recorder,
-            new_id=lambda: f"id{next(ids)}",
-            chance=lambda: 0.5,
-        )
+        opened_router = open_counted_router(settings_of_router, network=network, recorder=recorder)
         running = await stack.enter_async_context(opened_router)
         # All of them, not one for each leg: tests count on the first turn being the first worker's.
         await running.registry.wait_ready(every_worker=True)
