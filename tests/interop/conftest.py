@@ -1,23 +1,33 @@
-"""Both directions against gRPC's own C core: real sockets on loopback, ports chosen by the system, real clocks.
+"""Both directions against other implementations: real sockets on loopback, ports chosen by the system, real clocks.
 
-grpcio blocks, so everything it does runs in threads; each of its calls carries a timeout, so no thread outlives its
-test. The foreign side handles plain bytes: what the messages mean is judged elsewhere.
+grpcio is gRPC's own C core. It blocks, so everything it does runs in threads; each of its calls carries a timeout, so
+no thread outlives its test. grpclib is Python on h2 and asyncio; its loop runs in a thread of its own, and what a test
+asks of it is cancelled when the test ends. The foreign side handles plain bytes: what the messages mean is judged
+elsewhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 # Connections that fail on purpose are not news; read by grpcio when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
+import grpclib.client
+import grpclib.server
 import pytest
 import trio
+from grpclib.const import Cardinality, Handler, Status
+from grpclib.encoding.base import CodecBase, StatusDetailsCodecBase
 
 from trio_router.rpc.channel import Channel, open_channel
 from trio_router.rpc.server import Server
@@ -25,6 +35,8 @@ from trio_router.rpc.transport import open_tcp_listener
 
 PATIENCE = 30.0
 """Seconds after which a test is stuck; no test waits for it."""
+
+Result = TypeVar("Result")
 
 NONE: Mapping[str, object] = MappingProxyType({})
 UNLIMITED = {"grpc.max_receive_message_length": -1, "grpc.max_send_message_length": -1}
@@ -105,5 +117,158 @@ def open_foreign_server():
             with trio.fail_after(PATIENCE):
                 async with open_channel(address, **settings) as channel:
                     yield channel, server
+
+    return pair
+
+
+class ForeignLoop:
+    """An asyncio loop in a thread of its own. `at_end` is called there before the loop ends."""
+
+    def __init__(self) -> None:
+        self.at_end: list[Callable[[], object]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncio")
+        self._thread.start()
+
+    async def run(self, function: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
+        """Call an asyncio function over there and wait for it here; leaving early cancels it."""
+        done = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+        future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+        future.add_done_callback(lambda _: token.run_sync_soon(done.set))
+        try:
+            await done.wait()
+        finally:
+            future.cancel()  # does nothing once it has ended
+        return future.result()
+
+    def close(self) -> None:
+        """End whatever still runs over there, then the thread."""
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result(PATIENCE)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        for function in self.at_end:
+            function()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # a transport that was closed lets go of its socket in the loop's next round
+
+
+class RawMessages(CodecBase):
+    """Messages as they are on the wire."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: bytes, message_type: object) -> bytes:
+        return message
+
+    def decode(self, data: bytes, message_type: object) -> bytes:
+        return data
+
+
+class RawDetails(StatusDetailsCodecBase):
+    """Status details as they are on the wire."""
+
+    def encode(self, status: Status, message: str | None, details: bytes) -> bytes:
+        return details
+
+    def decode(self, status: Status, message: str | None, data: bytes) -> bytes:
+        return data
+
+
+class GrpclibHandlers:
+    """Serves grpclib's handlers by path; they may take and give as many messages as they like."""
+
+    def __init__(self, handlers: dict[str, Callable]) -> None:
+        self._handlers = handlers
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {path: Handler(f, Cardinality.STREAM_STREAM, bytes, bytes) for path, f in self._handlers.items()}
+
+
+class GrpclibServer(grpclib.server.Server):
+    """Knows its connections, to drop them as the end of its process would."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._protocols: list[grpclib.protocol.H2Protocol] = []
+
+    def _protocol_factory(self) -> grpclib.protocol.H2Protocol:
+        self._protocols.append(super()._protocol_factory())
+        return self._protocols[-1]
+
+    def kill(self) -> None:
+        self.close()
+        for protocol in self._protocols:
+            protocol.processor.close("killed by a test")
+
+
+@pytest.fixture
+def foreign_loop() -> Iterator[ForeignLoop]:
+    loop = ForeignLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def open_server_for_grpclib(foreign_loop):
+    """Our server on a port of its own, and `ask`, which runs a function of a grpclib channel to it."""
+
+    async def connect(address: str, config, codec) -> grpclib.client.Channel:
+        host, port = address.split(":")
+        channel = grpclib.client.Channel(host, int(port), config=config, codec=codec, status_details_codec=RawDetails())
+        foreign_loop.at_end.append(channel.close)
+        return channel
+
+    @asynccontextmanager
+    async def pair(
+        *services, raw=None, config=None, codec=None, **settings
+    ) -> AsyncIterator[tuple[Callable[..., Awaitable[Any]], Server]]:
+        listener = await open_tcp_listener("127.0.0.1", port=0)
+        server = Server(services, raw=raw, **settings)
+        try:
+            with trio.fail_after(PATIENCE):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(server.serve, listener)
+                    channel = await foreign_loop.run(connect, listener.address, config, codec or RawMessages())
+
+                    async def ask(function: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
+                        return await foreign_loop.run(function, channel, *args)
+
+                    yield ask, server
+                    nursery.cancel_scope.cancel()
+        finally:
+            listener.close()
+
+    return pair
+
+
+@pytest.fixture
+def open_grpclib_server(foreign_loop):
+    """grpclib's server on a port of its own, and our channel to it."""
+
+    async def serve(services, config, codec) -> tuple[str, GrpclibServer]:
+        server = GrpclibServer(services, config=config, codec=codec, status_details_codec=RawDetails())
+        # Says which protocol it is: asyncio turns off Nagle's delay only for a socket that does.
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        sock.bind(("127.0.0.1", 0))
+        await server.start(sock=sock)
+        foreign_loop.at_end.append(server.kill)
+        return f"127.0.0.1:{sock.getsockname()[1]}", server
+
+    @asynccontextmanager
+    async def pair(
+        *services, raw=None, config=None, codec=None, **settings
+    ) -> AsyncIterator[tuple[Channel, GrpclibServer]]:
+        services = [*services, GrpclibHandlers(raw or {})]
+        with trio.fail_after(PATIENCE):
+            address, server = await foreign_loop.run(serve, services, config, codec or RawMessages())
+            async with open_channel(address, **settings) as channel:
+                yield channel, server
 
     return pair

@@ -22,8 +22,9 @@ from trio_router.protocol.messages import (
     ServingStatus,
     VllmEngineBase,
 )
-from trio_router.rpc.server import ServerSettings
+from trio_router.rpc.server import Server, ServerSettings
 from trio_router.rpc.servercall import ServerCall
+from trio_router.rpc.transport import open_tcp_listener
 
 PATIENCE = 30.0
 CALL = "/test.Service/Call"
@@ -297,6 +298,27 @@ class TestSharing:
         assert replies == [[b"%d/%d" % (name, number) for number in range(10)] for name in range(200)]
         assert len(peers) == 1
 
+    async def test_a_thousand_streams_share_one_connection(self, open_server):
+        peers, all_here = set(), trio.Event()
+
+        async def wait_for_all(call: ServerCall) -> None:
+            peers.add(call.peer)
+            name = await call.receive()
+            if server.calls_in_flight == 1000:
+                all_here.set()
+            await all_here.wait()
+            await call.send(name)
+            await call.send(name)
+
+        def read_all(client):
+            calls = [client.stream(CALL, b"%d" % name) for name in range(1000)]
+            return [list(call) for call in calls]
+
+        async with open_server(raw={CALL: wait_for_all}) as (client, server):
+            replies = await in_thread(read_all, client)
+        assert replies == [[b"%d" % name] * 2 for name in range(1000)]
+        assert len(peers) == 1
+
     async def test_more_calls_than_the_server_takes_at_once_wait_their_turn(self, open_server):
         most = 0
 
@@ -310,11 +332,11 @@ class TestSharing:
             calls = [client.channel.unary_unary(CALL).future(b"", timeout=PATIENCE) for _ in range(50)]
             return [call.result() for call in calls]
 
-        few = ServerSettings(http2=Http2Settings(max_concurrent_streams=5))
+        few = ServerSettings(http2=Http2Settings(max_concurrent_streams=10))
         async with open_server(raw={CALL: count, OTHER: echo}, settings=few) as (client, server):
             await in_thread(client.unary, OTHER)  # from now on the client knows the limit
             assert await in_thread(call_all, client) == [b""] * 50
-        assert most <= 5
+        assert 1 < most <= 10
 
 
 class TestMetadata:
@@ -381,3 +403,64 @@ class TestStopping:
         finished = {name for name, told in results if told is grpc.StatusCode.OK}
         assert finished == set(served)
         assert {told for _, told in results} <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+    async def test_a_server_that_stops_under_load_ends_every_call(self):
+        sent = 0
+        busy = trio.Event()
+
+        async def talk(call: ServerCall) -> None:
+            nonlocal sent
+            while True:
+                await call.send(bytes(1000))
+                sent += 1
+                if server.calls_in_flight == 200 and sent > 2000:
+                    busy.set()
+                elif sent > 10 * server.calls_in_flight:
+                    await busy.wait()  # for those who have not come yet
+
+        def read_all(calls):
+            ends = []
+            for call in calls:
+                with pytest.raises(grpc.RpcError):
+                    list(call)
+                ends.append(call.code())
+            return ends
+
+        listener = await open_tcp_listener("127.0.0.1", port=0)
+        server = Server(raw={CALL: talk})
+        with trio.fail_after(PATIENCE), grpc.insecure_channel(listener.address) as channel:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listener)
+                calls = [channel.unary_stream(CALL)(b"", timeout=PATIENCE) for _ in range(200)]
+                await busy.wait()
+                nursery.cancel_scope.cancel()
+            listener.close()
+            assert server.calls_in_flight == 0
+            ends = await in_thread(read_all, calls)
+        assert len(ends) == 200
+        assert set(ends) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+    async def test_a_server_that_drains_under_load_finishes_every_call_it_has_taken(self, open_server):
+        """Two hundred streams are in the middle; each is served to its end, and the drain ends with the last."""
+        busy = trio.Event()
+
+        async def talk(call: ServerCall) -> None:
+            for number in range(100):
+                await call.send(b"%d" % number)
+                if number == 10 and server.calls_in_flight == 200:
+                    busy.set()
+                if number == 50:
+                    await busy.wait()
+
+        def read_all(client):
+            calls = [client.stream(CALL) for _ in range(200)]
+            return [list(call) for call in calls]
+
+        async def drain() -> None:
+            await busy.wait()
+            server.drain()
+
+        async with open_server(raw={CALL: talk}) as (client, server), trio.open_nursery() as nursery:
+            nursery.start_soon(drain)
+            replies = await in_thread(read_all, client)
+        assert replies == [[b"%d" % number for number in range(100)]] * 200

@@ -276,6 +276,26 @@ class TestSharing:
         assert replies == {name: [b"%d/%d" % (name, number) for number in range(10)] for name in range(200)}
         assert len(peers) == 1
 
+    async def test_a_thousand_streams_share_one_connection(self, open_foreign_server):
+        """All of them are open before any is answered; the server works on a few at a time."""
+        go_on = threading.Event()
+        peers: set[str] = set()
+
+        def answer(request: bytes, context):
+            go_on.wait(PATIENCE)
+            peers.add(context.peer())
+            yield request
+            yield request
+
+        async with open_foreign_server(stream={STREAM: answer}) as (channel, _):
+            calls = [await channel.call(STREAM, b"%d" % name) for name in range(1000)]
+            assert channel.links[0].connection.open_streams == 1000
+            go_on.set()
+            replies = [await read_all(call) for call in calls]
+            assert len(channel.links) == 1
+        assert replies == [[b"%d" % name] * 2 for name in range(1000)]
+        assert len(peers) == 1
+
     async def test_streams_beyond_a_servers_limit_go_over_further_connections(self, open_foreign_server):
         peers: set[str] = set()
         all_here = threading.Barrier(25)
@@ -351,6 +371,62 @@ class TestStopping:
                 await call.receive()
             assert caught.value.status in (Status.UNAVAILABLE, Status.CANCELLED)
             go_on.set()
+
+    async def test_a_server_that_stops_under_load_fails_every_call(self, open_foreign_server):
+        errors: list[RpcError] = []
+        received: set[ClientCall] = set()
+        busy = trio.Event()
+
+        def talk(request: bytes, context):
+            while context.is_active():
+                yield bytes(1000)
+
+        async def read(channel) -> None:
+            call = await channel.call(STREAM, b"")
+            try:
+                while await call.receive() is not None:
+                    received.add(call)
+                    if len(received) == 100:
+                        busy.set()
+            except RpcError as exc:
+                errors.append(exc)
+
+        async with (
+            open_foreign_server(stream={STREAM: talk}, threads=100) as (channel, server),
+            trio.open_nursery() as nursery,
+        ):
+            for _ in range(100):
+                nursery.start_soon(read, channel)
+            await busy.wait()
+            server.stop(0)
+        assert len(errors) == 100
+        assert {error.status for error in errors} <= {Status.UNAVAILABLE, Status.CANCELLED}
+
+    async def test_a_server_that_stops_with_grace_under_load_finishes_every_call(self, open_foreign_server):
+        busy = threading.Barrier(101)
+        told = threading.Event()
+        replies: list[int] = []
+
+        def talk(request: bytes, context):
+            for number in range(100):
+                yield b"%d" % number
+                if number == 50:
+                    busy.wait(PATIENCE)
+                    told.wait(PATIENCE)
+
+        async def read(channel) -> None:
+            replies.append(len(await read_all(await channel.call(STREAM, b""))))
+
+        async with open_foreign_server(stream={STREAM: talk}, threads=100) as (channel, server):
+            async with trio.open_nursery() as nursery:
+                for _ in range(100):
+                    nursery.start_soon(read, channel)
+                await trio.to_thread.run_sync(busy.wait, PATIENCE)
+                server.stop(PATIENCE)
+                while channel.links[0].usable:  # until the GOAWAY has come
+                    await trio.lowlevel.checkpoint()
+                told.set()
+            assert replies == [100] * 100
 
     async def test_a_connection_that_grew_old_is_replaced_without_losing_a_call(self, open_foreign_server):
         """The server's age limit sends GOAWAY while calls keep coming."""
