@@ -29,10 +29,11 @@ from trio_router.protocol.messages import (
     VllmEngineStub,
 )
 from trio_router.rpc.call import ClientCall
-from trio_router.rpc.channel import Channel, StubStream
+from trio_router.rpc.channel import Channel
 from trio_router.rpc.link import Link
 from trio_router.rpc.server import Server
 from trio_router.rpc.servercall import ServerCall
+from trio_router.rpc.stub import StubStream
 
 ECHO = "/test.Service/Echo"
 COUNT = "/test.Service/Count"

@@ -10,27 +10,21 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Generic, TypeVar
 
-import betterproto
 import trio
 from grpclib.const import Cardinality, Status
 from grpclib.metadata import Deadline
 
-from ..errors import DecodeError, LinkError
+from ..errors import LinkError
 from ..http2.connection import Connection
 from ..http2.settings import Http2Settings
 from ..http2.streams import Role
-from ..protocol.codec import decode, encode
 from ..scopes import plain_errors
 from .call import ClientCall, open_call
 from .link import Link
 from .metadata import MetadataLike, Origin, RpcError, request_headers
+from .stub import Reply, Request, StubStream
 from .transport import Dialer, dial_tcp
-
-Request = TypeVar("Request", bound=betterproto.Message)
-Reply = TypeVar("Reply", bound=betterproto.Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,87 +230,3 @@ def connect_channel(
 ) -> Channel:
     """The same with a nursery of the caller's, who ends the links by `close` or by cancelling it."""
     return Channel(address, nursery=nursery, dialer=dialer, settings=settings or ChannelSettings())
-
-
-class StubStream(Generic[Request, Reply]):
-    """One call as betterproto's stubs drive it: typed messages, GRPCError for everything that is not OK."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        route: str,
-        *,
-        reply_type: type[Reply],
-        single: bool,
-        timeout: float | None,
-        metadata: MetadataLike | None,
-    ) -> None:
-        self._channel = channel
-        self._route = route
-        self._reply_type = reply_type
-        self._single = single
-        self._timeout = timeout
-        self._metadata = metadata or ()
-        self._call: ClientCall | None = None
-
-    async def __aenter__(self) -> StubStream[Request, Reply]:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-    async def send_request(self) -> None:
-        try:
-            self._call = await self._channel.start(self._route, metadata=self._metadata, timeout=self._timeout)
-        except LinkError as exc:
-            raise _unreachable(exc) from exc
-
-    async def send_message(self, message: Request, *, end: bool = False) -> None:
-        data = encode(message)
-        if self._call is None and end:
-            try:
-                self._call = await self._channel.call(self._route, data, metadata=self._metadata, timeout=self._timeout)
-            except LinkError as exc:
-                raise _unreachable(exc) from exc
-            return
-        if self._call is None:
-            await self.send_request()
-        await self._opened().send(data, end=end)
-
-    async def end(self) -> None:
-        self._opened().end_sending()
-
-    async def recv_message(self) -> Reply | None:
-        call = self._opened()
-        data = await call.receive()
-        if data is None:
-            if self._single:
-                raise RpcError(Status.INTERNAL, "the peer ended OK without a reply", origin=Origin.PEER)
-            return None
-        if self._single and await call.receive() is not None:
-            raise RpcError(Status.INTERNAL, "the peer sent two replies to a unary call", origin=Origin.PEER)
-        try:
-            return decode(self._reply_type, data)
-        except DecodeError as exc:
-            raise RpcError(Status.INTERNAL, f"the peer's reply: {exc}", origin=Origin.PEER) from exc
-
-    def __aiter__(self) -> StubStream[Request, Reply]:
-        return self
-
-    async def __anext__(self) -> Reply:
-        message = await self.recv_message()
-        if message is None:
-            raise StopAsyncIteration
-        return message
-
-    def _opened(self) -> ClientCall:
-        if self._call is None:
-            raise RuntimeError(f"{self._route}: nothing has been sent yet")
-        return self._call
-
-
-def _unreachable(exc: LinkError) -> RpcError:
-    return RpcError(Status.UNAVAILABLE, str(exc), origin=Origin.REFUSED)

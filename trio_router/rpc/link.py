@@ -6,10 +6,7 @@ nothing of calls beyond the methods of `StreamOwner`.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -18,6 +15,7 @@ import trio
 from ..errors import LinkError
 from ..http2.connection import Connection
 from ..http2.streams import Stream
+from .sweeper import Sweeper
 from .transport import Transport
 
 _log: Final = logging.getLogger(__name__)
@@ -71,7 +69,7 @@ class Link:
         self._finish_because: LinkError | None = None
         self._asked_to_finish = False
         self._greeting = trio.Event()
-        self._sweeper = _Sweeper()
+        self._sweeper = Sweeper()
         self._scope = trio.CancelScope()
 
     def __repr__(self) -> str:
@@ -265,41 +263,3 @@ class Link:
         self._transport.close()
         self._full.clear()
         self._hand_out(self.connection.connection_lost())
-
-
-class _Sweeper:
-    """Deadlines of many owners kept by one task: no scope and no timer per call."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, StreamOwner]] = []
-        self._live: dict[StreamOwner, int] = {}
-        self._numbers = itertools.count()
-        self._changed = trio.Event()
-
-    def add(self, owner: StreamOwner, *, deadline: float) -> None:
-        number = next(self._numbers)
-        self._live[owner] = number
-        heapq.heappush(self._heap, (deadline, number, owner))
-        if self._heap[0][1] == number:
-            self._changed.set()
-
-    def discard(self, owner: StreamOwner) -> None:
-        self._live.pop(owner, None)
-
-    async def run(self) -> None:
-        while True:
-            self._changed = trio.Event()
-            with trio.move_on_at(self._next()):
-                await self._changed.wait()
-            now = trio.current_time()
-            while self._heap and self._heap[0][0] <= now:
-                _, number, owner = heapq.heappop(self._heap)
-                if self._live.get(owner) == number:
-                    del self._live[owner]
-                    owner.expired()
-
-    def _next(self) -> float:
-        # Calls that ended in time leave their entry behind; drop those at the top, so that the heap stays small.
-        while self._heap and self._live.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else math.inf
