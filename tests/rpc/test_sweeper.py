@@ -24,13 +24,13 @@ class Owner:
 
 
 @pytest.fixture
-def sweeper(nursery, autojump_clock) -> Sweeper:
+def sweeper(nursery) -> Sweeper:
     made = Sweeper()
     nursery.start_soon(made.run)
     return made
 
 
-async def test_each_owner_is_told_at_its_own_deadline(sweeper):
+async def test_each_owner_is_told_at_its_own_deadline(sweeper, autojump_clock):
     begin = trio.current_time()
     owners = {seconds: Owner(sweeper) for seconds in (5.0, 1.0, 3.0)}
     for seconds, owner in owners.items():
@@ -41,7 +41,7 @@ async def test_each_owner_is_told_at_its_own_deadline(sweeper):
     }
 
 
-async def test_an_owner_may_set_its_next_deadline_while_it_is_told(sweeper):
+async def test_an_owner_may_set_its_next_deadline_while_it_is_told(sweeper, autojump_clock):
     begin = trio.current_time()
     owner = Owner(sweeper, 2.0, 0.0, 3.0)
     sweeper.add(owner, deadline=begin + 1)
@@ -49,7 +49,7 @@ async def test_an_owner_may_set_its_next_deadline_while_it_is_told(sweeper):
     assert owner.expired_at == [begin + 1, begin + 3, begin + 3, begin + 6]
 
 
-async def test_who_was_discarded_is_not_told_and_may_come_again(sweeper):
+async def test_who_was_discarded_is_not_told_and_may_come_again(sweeper, autojump_clock):
     begin = trio.current_time()
     owner = Owner(sweeper)
     sweeper.add(owner, deadline=begin + 1)
@@ -59,7 +59,7 @@ async def test_who_was_discarded_is_not_told_and_may_come_again(sweeper):
     assert owner.expired_at == [begin + 4]
 
 
-async def test_a_later_deadline_replaces_an_earlier_one(sweeper):
+async def test_a_later_deadline_replaces_an_earlier_one(sweeper, autojump_clock):
     begin = trio.current_time()
     owner = Owner(sweeper)
     sweeper.add(owner, deadline=begin + 1)
@@ -68,7 +68,7 @@ async def test_a_later_deadline_replaces_an_earlier_one(sweeper):
     assert owner.expired_at == [begin + 4]
 
 
-async def test_calls_that_end_in_time_are_not_kept_until_their_deadline(sweeper):
+async def test_calls_that_end_in_time_are_not_kept_until_their_deadline(sweeper, autojump_clock):
     """One of half an hour, a hundred times a second, would be a hundred and eighty thousand."""
     first = Owner(sweeper)
     sweeper.add(first, deadline=trio.current_time() + 1)  # dead entries behind one that lives
