@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PEER_LOG = Path(tempfile.gettempdir()) / "bench-peer.log"
 """What the last peer said."""
+LISTENING = re.compile(r"listening on \w+://([^/ ]+)\S* \((.+)\)")
+FRONTS = {"OpenAI API": "http", "gRPC": "grpc", "metrics": "metrics"}
 START_SECONDS = 60.0
 RUN_SECONDS = 300.0
 
@@ -58,15 +61,15 @@ def start(row: Row, *, pace: float | None) -> Iterator[Running]:
         if row.command is not None:
             running.address = _start_peer(stack, row, worker_address=said["grpc"], pids=running.pids)
         elif row.relayed:
-            fleet = ["--plain", said["grpc"]]
+            fleet = ["--worker-urls", f"grpc://{said['grpc']}"]
             if row.pair:
                 prefill, prefill_said = _start(stack, "bench.load_worker", "--role", "prefill")
                 running.pids["prefill worker"] = prefill.pid
-                fleet = ["--decode", said["grpc"], "--prefill", prefill_said["grpc"]]
-            router, said = _start(stack, "bench.router_process", *fleet)
+                fleet = ["--decode", f"grpc://{said['grpc']}", "--prefill", f"grpc://{prefill_said['grpc']}"]
+            router, addresses = _start_router(stack, *fleet)
             running.pids["router"] = router.pid
-            running.address = said[row.front]
-            running.addresses |= said
+            running.address = addresses[row.front]
+            running.addresses |= addresses
         yield running
 
 
@@ -92,6 +95,22 @@ def _start(stack: ExitStack, module: str, *arguments: str) -> tuple[subprocess.P
     if not line:
         raise RuntimeError(f"{module} did not start (exit status {process.wait()})")
     return process, json.loads(line)
+
+
+def _start_router(stack: ExitStack, *fleet: str) -> tuple[subprocess.Popen[str], dict[str, str]]:
+    """Start `trio-router serve` and wait until it says that it is ready; its addresses by front."""
+    ports = ["--port", "0", "--grpc-port", "0", "--prometheus-port", "0"]
+    command = [sys.executable, "-m", "trio_router", "serve", *fleet, *ports, "--log-level", "warning"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    stack.callback(_end, process)
+    addresses: dict[str, str] = {}
+    for line in process.stdout or ():
+        listening = LISTENING.match(line)
+        if listening is not None:
+            addresses[FRONTS[listening[2]]] = listening[1]
+        elif line.startswith("ready"):
+            return process, addresses
+    raise RuntimeError(f"the router did not start (exit status {process.wait()})")
 
 
 def _start_peer(stack: ExitStack, row: Row, *, worker_address: str, pids: dict[str, int]) -> str:
