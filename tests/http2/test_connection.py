@@ -369,6 +369,7 @@ class TestPing:
         pair.client.ping(b"payload2")
         pair.settle()
         assert pair.client.pings_acked == [b"payload1", b"payload2"]
+        assert (pair.client.pings_received, pair.server.pings_received) == (0, 2)
         pair.client.pings_acked.clear()
         pair.client.receive(frames.ping(b"payload1", ack=True))
         assert pair.client.pings_acked == []

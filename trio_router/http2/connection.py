@@ -58,6 +58,16 @@ class Connection:
         return self._core.pings_acked
 
     @property
+    def pings_received(self) -> int:
+        """How many pings the peer has sent so far (answers to ours are none)."""
+        return self._core.pings_received
+
+    @property
+    def stream_limit(self) -> int:
+        """How many streams the peer lets us have open at a time."""
+        return self._core.peer.max_concurrent_streams
+
+    @property
     def can_open(self) -> bool:
         """Whether `open_stream` would succeed now."""
         core = self._core

@@ -49,6 +49,7 @@ class Core:
         "peer",
         "pings_acked",
         "pings_out",
+        "pings_received",
         "receive_window",
         "refuse_above",
         "role",
@@ -69,6 +70,7 @@ class Core:
         self.refuse_above: int | None = None  # the last stream id of our own GOAWAY
         self.pings_out: list[bytes] = []
         self.pings_acked: list[bytes] = []
+        self.pings_received = 0
 
         self.streams: dict[int, Stream] = {}
         self.next_id = 1
