@@ -4,6 +4,8 @@ grpcio is gRPC's own C core. It blocks, so everything it does runs in threads; e
 no thread outlives its test. grpclib is Python on h2 and asyncio; its loop runs in a thread of its own, and what a test
 asks of it is cancelled when the test ends. The foreign side handles plain bytes: what the messages mean is judged
 elsewhere.
+
+What neither would ever say is said by scripts on h2, over memory links and on virtual time.
 """
 
 from __future__ import annotations
@@ -24,19 +26,29 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 import grpclib.client
 import grpclib.server
+import h2.config
+import h2.connection
+import h2.events
 import pytest
 import trio
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.encoding.base import CodecBase, StatusDetailsCodecBase
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, RstStreamFrame
 
 from trio_router.rpc.channel import Channel, open_channel
+from trio_router.rpc.memory import MemoryListener, MemoryNetwork
 from trio_router.rpc.server import Server
-from trio_router.rpc.transport import open_tcp_listener
+from trio_router.rpc.transport import Transport, open_tcp_listener
 
 PATIENCE = 30.0
 """Seconds after which a test is stuck; no test waits for it."""
 
+STUCK = 1e6
+"""Virtual seconds after which nothing can happen any more."""
+
 Result = TypeVar("Result")
+Event = TypeVar("Event", bound=h2.events.Event)
+Headers = list[tuple[bytes, bytes]]
 
 NONE: Mapping[str, object] = MappingProxyType({})
 UNLIMITED = {"grpc.max_receive_message_length": -1, "grpc.max_send_message_length": -1}
@@ -270,5 +282,103 @@ def open_grpclib_server(foreign_loop):
             address, server = await foreign_loop.run(serve, services, config, codec or RawMessages())
             async with open_channel(address, **settings) as channel:
                 yield channel, server
+
+    return pair
+
+
+class H2Peer:
+    """One end of a memory link. h2 keeps its connection and judges what comes; what goes out need not be legal."""
+
+    def __init__(self, transport: Transport, *, client: bool) -> None:
+        config = h2.config.H2Configuration(client_side=client, header_encoding=None)
+        self.h2 = h2.connection.H2Connection(config)
+        self.transport = transport
+        self._events: list[h2.events.Event] = []
+        self.h2.initiate_connection()
+        self.flush()
+
+    async def next(self, kind: type[Event]) -> Event:
+        """The first event of a kind that has not been asked for; later ones wait their turn."""
+        while True:
+            for event in self._events:
+                if isinstance(event, kind):
+                    self._events.remove(event)
+                    return event
+            await self.transport.wait_readable()
+            data = self.transport.recv_nowait(1 << 20)
+            assert data, f"the connection ended before {kind.__name__}"
+            self._events += self.h2.receive_data(data)
+            self.flush()
+
+    async def ended(self) -> bool:
+        """Read on to the end of the connection, whatever comes."""
+        while self.transport.recv_nowait(1 << 20) != b"":
+            await self.transport.wait_readable()
+        return True
+
+    def flush(self) -> None:
+        data = self.h2.data_to_send()
+        assert self.transport.send_nowait(data) == len(data), "the test says more than the pipe holds"
+
+    def write(self, *frames: Frame) -> None:
+        """Frames as they are, unknown to h2."""
+        self.flush()
+        for frame in frames:
+            self.transport.send_nowait(frame.serialize())
+
+    def headers(self, stream_id: int, headers: Headers, *, end: bool = False) -> None:
+        flags = ["END_HEADERS", "END_STREAM"] if end else ["END_HEADERS"]
+        self.write(HeadersFrame(stream_id, self.h2.encoder.encode(headers), flags=flags))
+
+    def data(self, stream_id: int, data: bytes, *, end: bool = False, padding: int = 0) -> None:
+        flags = ["END_STREAM"] * end + ["PADDED"] * bool(padding)
+        self.write(DataFrame(stream_id, data, pad_length=padding, flags=flags))
+
+    def reset(self, stream_id: int, code: int) -> None:
+        self.write(RstStreamFrame(stream_id, error_code=code))
+
+    def go_away(self, last_stream_id: int, *, code: int = 0, debug: bytes = b"") -> None:
+        self.write(GoAwayFrame(0, last_stream_id=last_stream_id, error_code=code, additional_data=debug))
+
+
+@pytest.fixture
+def open_h2_server():
+    """Our channel, the far end of its first connection, and the listener that takes further ones."""
+
+    @asynccontextmanager
+    async def pair(**settings) -> AsyncIterator[tuple[Channel, H2Peer, MemoryListener]]:
+        network = MemoryNetwork(capacity_bytes=1 << 20)
+        listener = network.listen()
+        with trio.fail_after(STUCK):
+            async with open_channel(listener.address, dialer=network.dial, **settings) as channel:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(channel.connect)
+                    peer = H2Peer(await listener.accept(), client=False)
+                yield channel, peer, listener
+
+    return pair
+
+
+@pytest.fixture
+def h2_peer() -> type[H2Peer]:
+    return H2Peer
+
+
+@pytest.fixture
+def open_server_for_h2():
+    """Our server, and the near end of a connection to it."""
+
+    @asynccontextmanager
+    async def pair(*services, raw=None, **settings) -> AsyncIterator[tuple[H2Peer, Server]]:
+        network = MemoryNetwork(capacity_bytes=1 << 20)
+        listener = network.listen()
+        server = Server(services, raw=raw, **settings)
+        with trio.fail_after(STUCK):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listener)
+                peer = H2Peer(await network.dial(listener.address), client=True)
+                await peer.next(h2.events.RemoteSettingsChanged)
+                yield peer, server
+                nursery.cancel_scope.cancel()
 
     return pair

@@ -404,7 +404,6 @@ class Inbound:
         core = self._core
         frames.exactly(FrameType.PING, payload, length=8)
         if not flags & frames.ACK:
-            core.pings_received += 1
             core.answer(frames.ping(payload, ack=True))
         elif payload in core.pings_out:
             core.pings_out.remove(payload)
@@ -424,7 +423,8 @@ class Inbound:
         for stream in [stream for stream in core.streams.values() if stream.id > last]:
             core.touch(stream)
             stream.reset_code = ErrorCode.REFUSED_STREAM
-            stream.refused = True
+            # As for a reset: who has answered has acted, whatever it says now.
+            stream.refused = stream.headers is None
             core.close(stream)
 
     def _on_priority(self, _flags: int, stream_id: int, payload: bytes) -> None:

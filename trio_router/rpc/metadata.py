@@ -244,5 +244,6 @@ def not_grpc(headers: Headers | None) -> RpcError | None:
 def reset_outcome(code: int, *, refused: bool) -> RpcError:
     """What a stream reset means; NO_ERROR before trailers is a failure like any other."""
     status = _FROM_RESET.get(code, Status.INTERNAL)
-    origin = Origin.REFUSED if refused else Origin.TRANSPORT
-    return RpcError(status, f"the peer reset the stream with HTTP/2 code {code}", origin=origin)
+    if refused:  # by a reset or by a GOAWAY
+        return RpcError(status, f"the peer never acted on the call (HTTP/2 code {code})", origin=Origin.REFUSED)
+    return RpcError(status, f"the peer reset the stream with HTTP/2 code {code}", origin=Origin.TRANSPORT)
