@@ -134,6 +134,22 @@ class TestLines:
         [line] = stream.getvalue().splitlines()
         assert json.loads(line)["exception"][0]["exc_value"] == "broken"
 
+    @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+    def test_a_traceback_says_where_it_broke_and_nothing_that_a_client_wrote(self, stream, as_json):
+        """The frames of a broken handler hold prompts and answers in their variables."""
+
+        def handle(prompt: str) -> None:
+            raise ValueError("broken")
+
+        set_up_logging(LogSettings(json=as_json), stream=stream)
+        try:
+            handle("my secret " + "prompt")
+        except ValueError:
+            logging.getLogger("trio_router.front").exception("handler failed")
+        assert "broken" in stream.getvalue()
+        assert "in handle" in stream.getvalue() or '"handle"' in stream.getvalue()
+        assert "my secret prompt" not in stream.getvalue()
+
     def test_without_set_up_entries_go_to_the_logging_of_the_process(self, caplog):
         with caplog.at_level("INFO", logger="trio_router.requests"):
             RequestLog().request_ended(RECORD)
