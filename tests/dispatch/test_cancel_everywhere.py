@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from trio_router.dispatch.handoff import HandoffState
 from trio_router.dispatch.janitor import Janitor
 from trio_router.engine.settings import WorkerSettings
 from trio_router.front.grpc import GENERATE, grpc_server
@@ -83,6 +84,9 @@ async def one_run(way: Callable[[Cluster, int], Awaitable[bool]], k: int, *, war
         # A reset that overtakes its request leaves nothing to record; otherwise exactly one terminal state.
         if len(ended) > 1 or any(outcome not in {"ok", "client_left"} for outcome in ended):
             leaks.append(f"terminal states {ended}")
+        pinned = sum(worker.counters.pinned for worker in cluster.prefill)
+        if len(cluster.recorder.handoffs) != pinned:
+            leaks.append(f"{pinned} handoffs, told of {cluster.recorder.handoffs}")
         return was_under_way, leaks
 
 
@@ -111,11 +115,11 @@ def test_i8_a_cancel_at_any_step_leaks_nothing(way, warm):
 def test_the_search_finds_a_janitor_that_forgets_a_release(monkeypatch):
     """The test above must be able to fail: with one release skipped it does."""
 
-    def forget(self, handoff, *, decode_worker, view):
-        return None
+    def forget(self, handoff, *, through, view):
+        handoff.end(HandoffState.LAPSED)
 
-    async def forget_job(self, handoff, decode_worker, view):
-        return None
+    async def forget_job(self, handoff, through, view):
+        handoff.end(HandoffState.LAPSED)
 
     monkeypatch.setattr(Janitor, "release", forget)
     monkeypatch.setattr(Janitor, "_release", forget_job)
@@ -123,10 +127,18 @@ def test_the_search_finds_a_janitor_that_forgets_a_release(monkeypatch):
     assert any("pinned" in text for found in leaks.values() for text in found)
 
 
+def test_the_search_finds_a_handoff_that_nobody_accounts_for(monkeypatch):
+    def forget(self, leg, *, view):
+        leg.leave()
+
+    monkeypatch.setattr(Janitor, "finish_decode", forget)
+    _, leaks = every_step(cancel_scope_at, warm=True)
+    assert any("told of" in text for found in leaks.values() for text in found)
+
+
 def test_the_search_finds_a_blind_reset_of_prefill(monkeypatch):
-    def reset_at_once(self, leftover):
-        leftover.call.cancel()
-        leftover.lease.release()
+    def reset_at_once(self, leg, *, through, view):
+        leg.leave()
 
     monkeypatch.setattr(Janitor, "finish_prefill", reset_at_once)
     _, leaks = every_step(cancel_scope_at, warm=True)

@@ -1,149 +1,120 @@
-"""Harvesting, checking and the life of a handoff (invariants I1, I3, I5, I6)."""
+"""Harvesting, and the life of a handoff (invariants I1, I3, I5)."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_router.dispatch.handoff import (
-    Handoff,
-    HandoffState,
-    harvest,
-    invalid_because,
-    is_handoff,
-)
+from trio_router.dispatch.handoff import Handoff, HandoffState, PrefillAnswer, harvest
+from trio_router.dispatch.kvparams import read_params
 from trio_router.errors import PrefillFailed
-from trio_router.protocol.codec import encode
-from trio_router.protocol.messages import GenerateComplete, GenerateResponse, GenerateStreamChunk
+from trio_router.testing.scripted import chunk, complete
 
-GOOD = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[4, 5, 6]],
-    "remote_engine_id": "engine",
-    "remote_request_id": "req-1",
-    "remote_host": "10.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-    "remote_num_tokens": 40,
-    "transfer_mode": "pull",
-}
+GARBAGE = [b"\x0a\xff\xff\xff\xff\x0f", b"", b"\x12\x02\x0a\xff"]
 
 
-def complete(**fields) -> bytes:
-    return encode(GenerateResponse(complete=GenerateComplete(**{"finish_reason": "length", **fields})))
-
-
-CHUNK = encode(GenerateResponse(chunk=GenerateStreamChunk(token_ids=[1])))
+def answer_of(*frames: bytes) -> PrefillAnswer:
+    answer = PrefillAnswer()
+    for frame in frames:
+        answer.add(frame)
+    return answer
 
 
 def test_i1_a_stream_without_a_complete_frame_is_a_failure():
-    for frames in ([], [CHUNK]):
+    for frames in ([], [chunk(1)], GARBAGE[:2]):
         with pytest.raises(PrefillFailed, match="without a complete"):
-            harvest(frames)
+            harvest(answer_of(*frames))
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_i1_an_aborted_or_failed_prefill_hands_nothing_over(reason):
     with pytest.raises(PrefillFailed, match=reason):
-        harvest([complete(finish_reason=reason, kv_transfer_params_json=json.dumps(GOOD))])
+        harvest(answer_of(complete(reason, kv_transfer_params_json='{"a": 1}')))
+
+
+def test_i12_a_complete_frame_that_cannot_be_read_is_a_failed_prefill():
+    with pytest.raises(PrefillFailed, match="cannot be read"):
+        harvest(answer_of(complete(), GARBAGE[2]))
 
 
 def test_the_workers_json_is_kept_byte_for_byte():
     odd = '{"b": 1e2,  "a":\t[ 1 ] , "Ω":12345678901234567890}'
-    assert harvest([CHUNK, complete(kv_transfer_params_json=odd, prompt_tokens=9)]).kv_params == odd
+    found = harvest(answer_of(chunk(1), complete(kv_transfer_params_json=odd, cached_tokens=9)))
+    assert (found.kv_params, found.prompt_tokens, found.cached_tokens) == (odd, 40, 9)
 
 
 def test_of_several_completes_the_last_counts():
-    found = harvest([complete(kv_transfer_params_json='{"a":1}'), complete(kv_transfer_params_json='{"a":2}')])
+    found = harvest(
+        answer_of(complete(kv_transfer_params_json='{"a":1}'), chunk(1), complete(kv_transfer_params_json='{"a":2}'))
+    )
     assert (found.kv_params, found.completes) == ('{"a":2}', 2)
 
 
+def test_i9_only_the_last_complete_frame_is_kept():
+    frames = [complete(matched_token_id=number) for number in range(5)]
+    answer = answer_of(*frames, chunk(1))
+    assert (answer.last, answer.completes, answer.frames) == (frames[-1], 5, 6)
+
+
 def test_an_empty_string_counts_as_no_params():
-    assert harvest([complete(kv_transfer_params_json="")]).kv_params is None
+    assert harvest(answer_of(complete(kv_transfer_params_json=""))).kv_params is None
 
 
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (None, False),
-        ("{}", False),
-        ('{"do_remote_prefill": false}', False),
-        ('{"do_remote_prefill": true}', True),
-        ('{"remote_host": "x"}', True),
-        ("not json", True),
-    ],
-)
-def test_what_counts_as_a_handoff(params, expected):
-    assert is_handoff(params) is expected
+def make_handoff(told: list[HandoffState] | None = None, *, issued_at: float = 0.0) -> Handoff:
+    told = [] if told is None else told
+    return Handoff(read_params("{}"), prefill_worker="p", issued_at=issued_at, lease=30.0, on_end=told.append)
 
 
-def test_a_well_formed_handoff_passes():
-    assert invalid_because(json.dumps(GOOD), prompt_tokens=40, block_size=16) is None
+ENDINGS = [HandoffState.CONSUMED, HandoffState.RELEASED, HandoffState.LAPSED, HandoffState.INVALID]
 
 
-FAULTS = {
-    "do_remote_prefill": [None, False, "true", 1],
-    "remote_block_ids": [None, [], [[]], [4, 5, 6], [[4, "5"]], [[4, -1]], "4", [[True]], {}],
-    "remote_engine_id": [None, "", 5],
-    "remote_request_id": [None, "", 7, []],
-    "remote_host": [None, "", 1],
-    "remote_port": [None, 0, 70000, "5600", True],
-    "remote_num_tokens": [None, 0, -1, "40", 41, True],
-}
-
-
-@pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in FAULTS.items() for v in values])
-def test_i6_what_kills_engines_is_refused_with_the_key_named(key, value):
-    """Each of these ends a real decode engine, or makes it answer wrongly."""
-    for params in ({**GOOD, key: value}, {k: v for k, v in GOOD.items() if k != key}):
-        reason = invalid_because(json.dumps(params), prompt_tokens=40, block_size=16)
-        assert reason is not None
-        assert key in reason
-
-
-def test_i6_fewer_blocks_than_tokens_are_refused():
-    params = json.dumps({**GOOD, "remote_block_ids": [[4, 5]]})
-    assert "32 of 40" in (invalid_because(params, prompt_tokens=40, block_size=16) or "")
-    assert invalid_because(params, prompt_tokens=40) is None, "without the block size nobody can tell"
-
-
-@pytest.mark.parametrize("params", ["nope", "[1]", "3", "null", '"text"'])
-def test_i6_params_that_are_no_object_are_refused(params):
-    assert invalid_because(params, prompt_tokens=1) is not None
-
-
-def test_older_shapes_are_relayed():
-    assert invalid_because('{"remote_host": "h", "remote_port": 1}', prompt_tokens=5, block_size=16) is None
-
-
-@given(st.text())
-def test_i6_the_check_never_raises(text):
-    invalid_because(text, prompt_tokens=3, block_size=16)
-    is_handoff(text)
-
-
-@given(st.lists(st.sampled_from(list(HandoffState))))
-def test_i3_whatever_is_asked_a_handoff_ends_at_most_once_and_is_offered_at_most_once(steps):
-    handoff = Handoff("{}", prefill_worker="p", issued_at=0.0, lease=30.0)
-    taken = []
+@given(st.lists(st.sampled_from(["offer", *HandoffState])))
+def test_i3_whatever_is_asked_a_handoff_is_offered_at_most_once_and_ends_at_most_once(steps):
+    told: list[HandoffState] = []
+    handoff = make_handoff(told)
+    offers = 0
     for step in steps:
+        before = handoff.state
         try:
-            handoff.move(step)
+            if step == "offer":
+                handoff.offer()
+                offers += 1
+            else:
+                handoff.end(step)
         except RuntimeError:
-            continue
-        taken.append(step)
-    assert taken.count(HandoffState.OFFERED) <= 1
-    endings = [step for step in taken if step is not HandoffState.OFFERED]
-    assert len(endings) <= 1
-    assert handoff.ended is bool(endings)
-    assert HandoffState.ISSUED not in taken
+            assert handoff.state is before
+    assert offers <= 1
+    assert len(told) <= 1
+    assert handoff.ended is bool(told)
+    if told:
+        assert handoff.state is told[0]
+        assert told[0] in ENDINGS
+
+
+def test_i3_the_first_to_say_how_it_ended_was_right():
+    told: list[HandoffState] = []
+    handoff = make_handoff(told)
+    handoff.offer()
+    handoff.end(HandoffState.CONSUMED)
+    handoff.end(HandoffState.LAPSED)
+    assert told == [HandoffState.CONSUMED]
+
+
+@pytest.mark.parametrize("state", [HandoffState.CONSUMED, HandoffState.OFFERED, HandoffState.ISSUED])
+def test_i3_what_was_never_offered_cannot_end_so(state):
+    with pytest.raises(RuntimeError):
+        make_handoff().end(state)
+
+
+def test_i5_a_second_offer_is_a_bug():
+    handoff = make_handoff()
+    handoff.offer()
+    with pytest.raises(RuntimeError, match="offered"):
+        handoff.offer()
 
 
 def test_i5_a_handoff_is_fresh_until_its_share_of_the_lease_has_passed():
-    handoff = Handoff("{}", prefill_worker="p", issued_at=100.0, lease=30.0)
+    handoff = make_handoff(issued_at=100.0)
     assert handoff.is_fresh(120.9, fraction=0.7)
     assert not handoff.is_fresh(121.0, fraction=0.7)

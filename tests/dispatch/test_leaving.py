@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import trio
 import trio.testing
 
@@ -103,48 +102,3 @@ async def test_leaving_the_block_early_is_leaving(autojump_clock):
         await trio.sleep(0.1)
         assert cluster.decode[0].counters.aborts == 1
         await assert_at_rest_within_a_second(cluster)
-
-
-@pytest.mark.parametrize("cold", [True, False], ids=["pair never met", "pair has met"])
-async def test_a_release_reaches_the_prefill_worker_whether_or_not_the_pair_has_met(autojump_clock, cold):
-    """A cold decode worker drops the first notice: the release must be said twice there (measured on real pairs)."""
-    async with open_cluster() as cluster:
-        if not cold:
-            await collect(cluster.router, cluster.request())
-        release = cluster.router.janitor.release
-        prefill = cluster.prefill[0]
-        held = await _prefill_only(cluster)
-        assert len(prefill.ledger) == 1
-        release(held.handoff, decode_worker=held.decode_worker, view=held.view)
-        await trio.sleep(1)
-        assert dict(prefill.ledger) == {}
-        assert prefill.counters.released == 1
-        assert prefill.counters.lease_expired == 0
-        assert cluster.recorder.handoffs[-1] == "released"
-
-
-class _Held:
-    def __init__(self, handoff, decode_worker, view):
-        self.handoff, self.decode_worker, self.view = handoff, decode_worker, view
-
-
-async def _prefill_only(cluster: Cluster) -> _Held:
-    """Run a prefill leg by hand and return its handoff, as it is held between the legs."""
-    from trio_router.dispatch.connectors import Connector, prefill_params
-    from trio_router.dispatch.handoff import Handoff, harvest
-    from trio_router.dispatch.legs import parse_request, prefill_leg
-    from trio_router.fleet.worker import WorkerRole
-    from trio_router.protocol.codec import encode
-
-    view = parse_request(encode(cluster.request("another prompt")), disaggregated=True)
-    workers = {worker.spec.role: worker for worker in cluster.router.registry.workers}
-    prefill = workers[WorkerRole.PREFILL]
-    message = prefill_leg(view, attempt_id="by-hand", kv_params=prefill_params(Connector.NIXL))
-    call = await prefill.client.generate(message)
-    frames = []
-    while (frame := await call.receive()) is not None:
-        frames.append(frame)
-    params = harvest(frames).kv_params
-    assert params is not None
-    handoff = Handoff(params, prefill_worker=prefill.name, issued_at=trio.current_time(), lease=30.0)
-    return _Held(handoff, workers[WorkerRole.DECODE], view)

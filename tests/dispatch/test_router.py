@@ -167,16 +167,16 @@ async def test_i5_a_handoff_that_grew_old_is_not_offered(autojump_clock, monkeyp
     [("remote_block_ids", None), ("remote_block_ids", [1, 2]), ("remote_request_id", None), ("do_remote_prefill", 1)],
 )
 async def test_i6_a_malformed_handoff_reaches_no_engine(autojump_clock, monkeypatch, key, value):
-    from trio_router.dispatch import attempt
+    from trio_router.dispatch import prefill
 
-    real = attempt.harvest
+    real = prefill.harvest
 
-    def spoil(frames):
-        found = real(frames)
+    def spoil(answer):
+        found = real(answer)
         params = {**json.loads(found.kv_params), key: value}
         return replace(found, kv_params=json.dumps(params))
 
-    monkeypatch.setattr(attempt, "harvest", spoil)
+    monkeypatch.setattr(prefill, "harvest", spoil)
     async with open_cluster(router=RouterSettings(retry=RetrySettings(attempts=2))) as cluster:
         with pytest.raises(HandoffInvalid, match=key):
             await collect(cluster.router, cluster.request())

@@ -1,20 +1,48 @@
-"""The handoff between the legs: taking it, checking it, and what becomes of it. Pure.
+"""The handoff between the legs: taking it from a prefill leg's answer, and what becomes of it. Pure.
 
-Invariants I3, I5 and I6. A handoff is issued by a prefill leg, offered to at most one decode leg, and ends consumed,
-released, lapsed or refused as invalid; each end is counted once.
+Invariants I1, I3 and I5. A handoff is issued by a prefill leg, offered to at most one decode leg, and ends consumed,
+released, lapsed or refused as invalid; each end is told once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum, unique
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
-from ..errors import PrefillFailed
+from ..errors import DecodeError, PrefillFailed
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse, MediaIdentity
+from ..protocol.wire import is_complete
+from .kvparams import KvParams
+
+FAILED_ENDINGS: Final = frozenset({"abort", "error"})
+"""Finish reasons of a leg that has given nothing: no handoff (I1), or no first token (I10)."""
+
+
+class PrefillAnswer:
+    """What a prefill leg has said so far: the last of its complete frames, and how many frames there were. Nothing else
+    is kept, so a worker that goes on and on fills no memory.
+    """
+
+    __slots__ = ("completes", "frames", "last")
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.completes = 0
+        self.last: bytes | None = None
+
+    def add(self, frame: bytes) -> None:
+        """Take the next frame, whatever is in it."""
+        self.frames += 1
+        try:
+            complete = is_complete(frame)
+        except DecodeError:
+            return  # says nothing, and a leg that says nothing has failed
+        if complete:
+            self.completes += 1
+            self.last = frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +59,18 @@ class Harvest:
     completes: int
 
 
-# An ending that hands nothing over, whatever else the frame says (I1).
-_FAILED_ENDINGS: Final = frozenset({"abort", "error"})
+def harvest(answer: PrefillAnswer) -> Harvest:
+    """Read the answer of a prefill leg that has ended. Of several completes the last counts.
 
-
-def harvest(frames: list[bytes]) -> Harvest:
-    """Take the handoff from a prefill leg that has ended. Of several completes the last counts.
-
-    Raises PrefillFailed when there is none, or when it ended with `abort` or `error`; DecodeError for bytes that are no
-    GenerateResponse.
+    Raises PrefillFailed when there is none, when it is no GenerateResponse, or when it ended with `abort` or `error`.
     """
-    completes = [
-        response.complete for response in (decode(GenerateResponse, f) for f in frames) if _is_complete(response)
-    ]
-    if not completes:
+    if answer.last is None:
         raise PrefillFailed("the prefill leg ended without a complete frame")
-    last = completes[-1]
-    if last.finish_reason in _FAILED_ENDINGS:
+    try:
+        last = decode(GenerateResponse, answer.last).complete
+    except DecodeError as exc:
+        raise PrefillFailed(f"the prefill leg's complete frame cannot be read: {exc}") from exc
+    if last.finish_reason in FAILED_ENDINGS:
         raise PrefillFailed(f"the prefill leg ended with finish reason {last.finish_reason!r}")
     return Harvest(
         # An empty string counts as absent: that is how a worker without params spells it.
@@ -56,97 +79,8 @@ def harvest(frames: list[bytes]) -> Harvest:
         finish_reason=last.finish_reason,
         prompt_tokens=last.prompt_tokens,
         cached_tokens=last.cached_tokens,
-        completes=len(completes),
+        completes=answer.completes,
     )
-
-
-def _is_complete(response: GenerateResponse) -> bool:
-    return bool(response._group_current.get("response") == "complete")
-
-
-def is_handoff(kv_params: str | None) -> bool:
-    """Whether params hand anything over: `{}` and an explicit `do_remote_prefill: false` do not. Unparsable ones
-    might.
-    """
-    if kv_params is None:
-        return False
-    try:
-        params = msgspec.json.decode(kv_params)
-    except msgspec.DecodeError:
-        return True
-    return not isinstance(params, dict) or (bool(params) and params.get("do_remote_prefill") is not False)
-
-
-def invalid_because(kv_params: str, *, prompt_tokens: int, block_size: int = 0) -> str | None:
-    """Why these NIXL-shaped params must not reach an engine (I6); None when they may.
-
-    Real engines die of params that lack or misshape these keys. Params without the modern keys (`tp_size`,
-    `transfer_mode`) come from older engines with other rules and are only required to be a JSON object.
-    """
-    try:
-        params = msgspec.json.decode(kv_params)
-    except msgspec.DecodeError as exc:
-        return f"not JSON: {exc}"
-    if not isinstance(params, dict):
-        return f"a JSON {type(params).__name__}, not an object"
-    if not is_modern(params):
-        return None
-    faults = _faults(params, prompt_tokens=prompt_tokens, block_size=block_size)
-    return next((reason for reason in faults if reason), None)
-
-
-def is_modern(params: dict[str, Any]) -> bool:
-    """Whether params have the shape whose rules are known."""
-    return "tp_size" in params and "transfer_mode" in params
-
-
-def _faults(params: dict[str, Any], *, prompt_tokens: int, block_size: int) -> list[str | None]:
-    blocks, tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
-    return [
-        None if params.get("do_remote_prefill") is True else "do_remote_prefill is not true",
-        None if _text(params, "remote_request_id") else "remote_request_id is missing",
-        None if _text(params, "remote_engine_id") else "remote_engine_id is missing",
-        None if _text(params, "remote_host") else "remote_host is missing",
-        None if _is_port(params.get("remote_port")) else "remote_port is not a port number",
-        _block_fault(blocks),
-        _tokens_fault(tokens, prompt_tokens=prompt_tokens) or _coverage_fault(blocks, tokens, block_size=block_size),
-    ]
-
-
-def _text(params: dict[str, Any], key: str) -> bool:
-    value = params.get(key)
-    return isinstance(value, str) and bool(value)
-
-
-def _is_port(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
-
-
-def _block_fault(blocks: object) -> str | None:
-    if not isinstance(blocks, list) or not blocks:
-        return "remote_block_ids is not a list of lists of block ids"
-    for group in blocks:
-        if not isinstance(group, list) or not group:
-            return "remote_block_ids is not a list of lists of block ids"
-        if not all(isinstance(block, int) and not isinstance(block, bool) and block >= 0 for block in group):
-            return "remote_block_ids holds something that is no block id"
-    return None
-
-
-def _tokens_fault(tokens: object, *, prompt_tokens: int) -> str | None:
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens <= 0:
-        return "remote_num_tokens is not a positive number"
-    if prompt_tokens and tokens > prompt_tokens:
-        return f"remote_num_tokens is {tokens} for a prompt of {prompt_tokens}"
-    return None
-
-
-def _coverage_fault(blocks: Any, tokens: Any, *, block_size: int) -> str | None:
-    # Only after _block_fault and _tokens_fault found nothing. An engine that is offered too few blocks dies.
-    if block_size <= 0 or _block_fault(blocks):
-        return None
-    covered = max(len(group) for group in blocks) * block_size
-    return None if covered >= tokens else f"remote_block_ids cover {covered} of {tokens} tokens"
 
 
 @unique
@@ -161,29 +95,40 @@ class HandoffState(StrEnum):
     INVALID = "invalid"
 
 
+_S = HandoffState
 _TRANSITIONS: Final[dict[HandoffState, frozenset[HandoffState]]] = {
-    HandoffState.ISSUED: frozenset(
-        {HandoffState.OFFERED, HandoffState.RELEASED, HandoffState.LAPSED, HandoffState.INVALID}
-    ),
-    HandoffState.OFFERED: frozenset({HandoffState.CONSUMED, HandoffState.RELEASED, HandoffState.LAPSED}),
-    HandoffState.CONSUMED: frozenset(),
-    HandoffState.RELEASED: frozenset(),
-    HandoffState.LAPSED: frozenset(),
-    HandoffState.INVALID: frozenset(),
+    _S.ISSUED: frozenset({_S.OFFERED, _S.RELEASED, _S.LAPSED, _S.INVALID}),
+    _S.OFFERED: frozenset({_S.CONSUMED, _S.RELEASED, _S.LAPSED}),
+    _S.CONSUMED: frozenset(),
+    _S.RELEASED: frozenset(),
+    _S.LAPSED: frozenset(),
+    _S.INVALID: frozenset(),
 }
 
 
 class Handoff:
-    """KV params with their life cycle. `issued_at` and all times are seconds on one clock; `lease` is in seconds."""
+    """KV params with their life cycle. `issued_at` and all times are seconds on one clock; `lease` is in seconds.
 
-    __slots__ = ("issued_at", "kv_params", "lease", "prefill_worker", "state")
+    `on_end` is called with the state that ends it, once.
+    """
 
-    def __init__(self, kv_params: str, *, prefill_worker: str, issued_at: float, lease: float) -> None:
-        self.kv_params = kv_params
+    __slots__ = ("_on_end", "issued_at", "lease", "params", "prefill_worker", "state")
+
+    def __init__(
+        self,
+        params: KvParams,
+        *,
+        prefill_worker: str,
+        issued_at: float,
+        lease: float,
+        on_end: Callable[[HandoffState], None],
+    ) -> None:
+        self.params = params
         self.prefill_worker = prefill_worker
         self.issued_at = issued_at
         self.lease = lease
         self.state = HandoffState.ISSUED
+        self._on_end = on_end
 
     def __repr__(self) -> str:
         return f"<Handoff from {self.prefill_worker} {self.state}>"
@@ -193,12 +138,26 @@ class Handoff:
         """Whether nothing more may become of it."""
         return not _TRANSITIONS[self.state]
 
-    def move(self, target: HandoffState) -> None:
-        """Go to `target`. A step the table does not have is a bug here and raises RuntimeError."""
+    def offer(self) -> None:
+        """It goes out on a decode leg. A second offer (I5) is a bug here and raises RuntimeError."""
+        self._move(HandoffState.OFFERED)
+
+    def end(self, state: HandoffState) -> None:
+        """Record what became of it. Later words on one that has ended are ignored: the first to know was right.
+
+        Raises RuntimeError for a state that is no end, or not one that it could come to.
+        """
+        if _TRANSITIONS[state]:
+            raise RuntimeError(f"{state} is no end of a handoff ({self!r})")
+        if not self.ended:
+            self._move(state)
+            self._on_end(state)
+
+    def is_fresh(self, now: float, *, fraction: float) -> bool:
+        """Whether its age is still under `fraction` of its lease (I5)."""
+        return now - self.issued_at < self.lease * fraction
+
+    def _move(self, target: HandoffState) -> None:
         if target not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"a handoff cannot go from {self.state} to {target} ({self!r})")
         self.state = target
-
-    def is_fresh(self, now: float, *, fraction: float) -> bool:
-        """Whether it may still be offered: its age is under `fraction` of its lease (I5)."""
-        return now - self.issued_at < self.lease * fraction

@@ -8,23 +8,29 @@ only after its first frame. A request hands a job over synchronously and never w
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import trio
 from grpclib.exceptions import GRPCError
 
 from ..errors import RouterError
-from ..fleet.worker import Lease, Worker
+from ..fleet.worker import Worker
 from ..observe.hooks import Observer
-from ..rpc.call import ClientCall
-from ..rpc.metadata import Origin, RpcError
-from .handoff import Handoff, HandoffState, harvest, is_handoff
+from ..rpc.metadata import RpcError
+from .decode import DecodeLeg
+from .failures import is_refusal
+from .handoff import Handoff, HandoffState
 from .legs import RequestView, release_leg
+from .prefill import PrefillLeg
 
 _log: Final = logging.getLogger(__name__)
+
+_MAX_MESSENGERS: Final = 3
+"""Decode workers that a release is tried through, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,79 +49,64 @@ class JanitorSettings:
     exit_grace: float = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillLeftover:
-    """A prefill leg that is left before its handoff was taken. `frames` were received and belong to it."""
-
-    call: ClientCall
-    attempt_id: str
-    lease: Lease
-    decode_worker: Worker
-    view: RequestView
-    frames: list[bytes]
-    make_handoff: Callable[[str], Handoff]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLeftover:
-    """A decode leg with a handoff on it that is left before its first frame."""
-
-    call: ClientCall
-    attempt_id: str
-    lease: Lease
-    handoff: Handoff
-
-
 class Janitor:
-    """Owns leftovers. `jobs` counts them; when `max_jobs` are running a leftover is dropped at once instead."""
+    """Owns leftovers. `jobs` counts them; when `max_jobs` are running a leftover is dropped at once instead.
+
+    `stand_ins` gives, for a decode worker, others that can reach the same prefill workers.
+    """
 
     def __init__(
-        self, nursery: trio.Nursery, *, settings: JanitorSettings, observer: Observer, new_id: Callable[[], str]
+        self,
+        nursery: trio.Nursery,
+        *,
+        settings: JanitorSettings,
+        observer: Observer,
+        new_id: Callable[[], str],
+        stand_ins: Callable[[Worker], Iterable[Worker]],
     ) -> None:
         self.jobs = 0
         self._nursery = nursery
         self._settings = settings
         self._observer = observer
         self._new_id = new_id
+        self._stand_ins = stand_ins
         self._idle = trio.lowlevel.ParkingLot()
+        self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Janitor {self.jobs} jobs>"
+        return f"<Janitor {self.jobs} jobs{', closed' if self._closed else ''}>"
 
     # Handing over: synchronous
 
-    def finish_prefill(self, leftover: PrefillLeftover) -> None:
+    def finish_prefill(self, leg: PrefillLeg, *, through: Worker, view: RequestView) -> None:
         """Abort the leg by RPC, read it to its end, release a handoff that still comes."""
-        if not self._start(partial(self._finish_prefill, leftover)):
-            leftover.call.cancel()
-            leftover.lease.release()
+        if not self._start(partial(self._finish_prefill, leg, through, view)):
+            _drop_prefill(leg)
 
-    def release(self, handoff: Handoff, *, decode_worker: Worker, view: RequestView) -> None:
-        """Tell the prefill worker, through the decode worker, that nobody will fetch this handoff."""
-        if not self._start(partial(self._release, handoff, decode_worker, view)):
-            self.end_handoff(handoff, HandoffState.LAPSED)
+    def release(self, handoff: Handoff, *, through: Worker, view: RequestView) -> None:
+        """Tell the prefill worker, through this decode worker if it can be reached, that nobody will fetch it."""
+        if not self._start(partial(self._release, handoff, through, view)):
+            handoff.end(HandoffState.LAPSED)
 
-    def finish_decode(self, leftover: DecodeLeftover) -> None:
+    def finish_decode(self, leg: DecodeLeg, *, view: RequestView) -> None:
         """Reset the leg after its first frame, its end, or the bound, whichever is first."""
-        if not self._start(partial(self._finish_decode, leftover)):
-            leftover.call.cancel()
-            leftover.lease.release()
-            self.end_handoff(leftover.handoff, HandoffState.LAPSED)
-
-    def end_handoff(self, handoff: Handoff, state: HandoffState) -> None:
-        """Record what became of a handoff, once; later words on an ended one are ignored."""
-        if not handoff.ended:
-            handoff.move(state)
-            self._observer.handoff_ended(outcome=state.value)
+        if not self._start(partial(self._finish_decode, leg, view)):
+            _drop_decode(leg)
 
     async def wait_idle(self) -> None:
         """Return when no job is running."""
         while self.jobs:
             await self._idle.park()
 
+    def close(self) -> None:
+        """Take nothing more: from now on leftovers are dropped at once."""
+        self._closed = True
+
     # Jobs
 
     def _start(self, job: Callable[[], Awaitable[None]]) -> bool:
+        if self._closed:
+            return False
         if self.jobs >= self._settings.max_jobs:
             _log.warning("the janitor holds %d jobs; a leftover is dropped", self.jobs)
             return False
@@ -138,66 +129,95 @@ class Janitor:
         if not self.jobs:
             self._idle.unpark_all()
 
-    async def _finish_prefill(self, leftover: PrefillLeftover) -> None:
-        call = leftover.call
+    async def _finish_prefill(self, leg: PrefillLeg, through: Worker, view: RequestView) -> None:
         try:
             with trio.move_on_after(self._settings.prefill_drain):
                 async with trio.open_nursery() as nursery:
-                    if not call.ended:
-                        nursery.start_soon(_abort, leftover.lease.worker, leftover.attempt_id)
-                    await _read_to_end(call, leftover.frames)
+                    if leg.call is not None and not leg.call.ended:
+                        nursery.start_soon(_abort, leg.worker, leg.attempt_id)
+                    await leg.finish()
                     nursery.cancel_scope.cancel()
+            leg.leave()
+            handoff = _handoff_of(leg)
+            if handoff is not None:
+                await self._release(handoff, through, view)
         finally:
-            call.cancel()
-            leftover.lease.release()
-        try:
-            found = harvest([*leftover.frames, *call.take_nowait()])
-        except RouterError:
-            return  # aborted in time: no complete frame, or one that hands nothing over
-        if found.kv_params is not None and is_handoff(found.kv_params):
-            handoff = leftover.make_handoff(found.kv_params)
-            await self._release(handoff, leftover.decode_worker, leftover.view)
+            _drop_prefill(leg)
 
-    async def _release(self, handoff: Handoff, decode_worker: Worker, view: RequestView) -> None:
-        notices = 1 if handoff.prefill_worker in decode_worker.met else 2
-        released = False
-        for notice in range(notices):
+    async def _release(self, handoff: Handoff, through: Worker, view: RequestView) -> None:
+        try:
+            for messenger in islice((through, *self._stand_ins(through)), _MAX_MESSENGERS):
+                if await self._release_through(messenger, handoff, view):
+                    handoff.end(HandoffState.RELEASED)
+                    return
+        finally:
+            handoff.end(HandoffState.LAPSED)
+
+    async def _release_through(self, messenger: Worker, handoff: Handoff, view: RequestView) -> bool:
+        has_met = messenger.has_met(handoff.prefill_worker, engine_id=handoff.params.engine_id)
+        for notice in range(1 if has_met else 2):
             if notice:
                 await trio.sleep(self._settings.release_repeat_after)
-            released |= await self._send_release(handoff, decode_worker, view)
-        self.end_handoff(handoff, HandoffState.RELEASED if released else HandoffState.LAPSED)
+            # What is older than its lease has been freed, and its blocks may be somebody else's by now.
+            if not handoff.is_fresh(trio.current_time(), fraction=1.0):
+                return False
+            if not await self._send_release(messenger, handoff, view):
+                return False
+        return True
 
-    async def _send_release(self, handoff: Handoff, decode_worker: Worker, view: RequestView) -> bool:
-        message = release_leg(view, attempt_id=f"release-{self._new_id()}", kv_params=handoff.kv_params)
+    async def _send_release(self, messenger: Worker, handoff: Handoff, view: RequestView) -> bool:
+        message = release_leg(view, attempt_id=f"release-{self._new_id()}", kv_params=handoff.params.text)
         with trio.move_on_after(self._settings.release_timeout):
             try:
-                call = await decode_worker.client.generate(message)
+                call = await messenger.client.generate(message)
             except RouterError:
                 return False
             try:
-                await _read_to_end(call, [])
+                while await call.receive() is not None:
+                    pass
+            except RpcError as exc:
+                # A refusal is the success: the worker has looked at the handoff and sent its owner word.
+                return is_refusal(exc)
             finally:
                 call.cancel()
-            # A refusal is the success: the worker has looked at the handoff and sent its owner word. A worker that
-            # admitted the leg has moved the blocks instead, which frees them as well.
-            return call.error is None or call.error.origin is Origin.PEER
+            # A worker that admitted the leg has moved the blocks instead, which frees them as well.
+            return True
         return False
 
-    async def _finish_decode(self, leftover: DecodeLeftover) -> None:
-        call = leftover.call
-        seen = False
+    async def _finish_decode(self, leg: DecodeLeg, view: RequestView) -> None:
+        handoff = leg.handoff
         try:
-            with trio.move_on_after(self._settings.decode_first_frame):
+            with trio.move_on_after(self._settings.decode_first_frame) as bound:
                 try:
-                    seen = await call.peek() is not None
-                except RpcError as exc:
-                    # Refused before admission: the worker has told the prefill worker, as in a release.
-                    refused = exc.origin is Origin.PEER
-                    self.end_handoff(leftover.handoff, HandoffState.RELEASED if refused else HandoffState.LAPSED)
+                    await leg.first_frame()
+                except RouterError as exc:
+                    _log.debug("%s, which was left, failed: %s", leg.attempt_id, exc)
+            leg.leave()
+            if handoff is not None and not handoff.ended and not bound.cancelled_caught:
+                await self._release(handoff, leg.worker, view)
         finally:
-            call.cancel()
-            leftover.lease.release()
-            self.end_handoff(leftover.handoff, HandoffState.CONSUMED if seen else HandoffState.LAPSED)
+            _drop_decode(leg)
+
+
+def _handoff_of(leg: PrefillLeg) -> Handoff | None:
+    try:
+        leg.harvest()
+    except RouterError:
+        return None  # aborted in time: no complete frame, or one that hands nothing over
+    return leg.handoff
+
+
+def _drop_prefill(leg: PrefillLeg) -> None:
+    leg.leave()
+    handoff = leg.handoff or _handoff_of(leg)
+    if handoff is not None:
+        handoff.end(HandoffState.LAPSED)
+
+
+def _drop_decode(leg: DecodeLeg) -> None:
+    leg.leave()
+    if leg.handoff is not None:
+        leg.handoff.end(HandoffState.LAPSED)
 
 
 async def _abort(worker: Worker, attempt_id: str) -> None:
@@ -206,11 +226,3 @@ async def _abort(worker: Worker, attempt_id: str) -> None:
     except (GRPCError, RouterError) as exc:
         # The read beside this decides; a worker that cannot be told is left to its own ending.
         _log.debug("abort of %s on %s failed: %s", attempt_id, worker.name, exc)
-
-
-async def _read_to_end(call: ClientCall, frames: list[bytes]) -> None:
-    try:
-        while (message := await call.receive()) is not None:
-            frames.append(message)
-    except RpcError:
-        return

@@ -34,7 +34,6 @@ class RequestView:
     message: bytes
     client_id: str
     n: int
-    max_tokens: int | None
 
 
 def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
@@ -45,7 +44,6 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
         message=message,
         client_id=get_string(message, REQUEST_ID) or "",
         n=get_varint(message, N) or 1,
-        max_tokens=get_varint(message, MAX_TOKENS),
     )
     if disaggregated and get_varint(message, PROMPT_LOGPROBS) is not None:
         raise BadRequest("prompt_logprobs is not available behind a prefill/decode pair: leave it out")

@@ -14,10 +14,10 @@ from typing import Final
 import trio
 from grpclib.exceptions import GRPCError
 
-from ..errors import ConfigError, RequestAborted, RequestTimeout, RouterError, WorkerUnavailable
+from ..errors import ConfigError, RequestAborted, RouterError, WorkerUnavailable
 from ..fleet.client import WorkerClient
 from ..fleet.registry import ProbeSettings, Registry
-from ..fleet.worker import Lease, Worker, WorkerRole, WorkerSpec
+from ..fleet.worker import Worker, WorkerRole, WorkerSpec
 from ..observe.hooks import Observer, Outcome
 from ..policy.round_robin import RoundRobin
 from ..protocol.codec import decode, encode
@@ -25,10 +25,11 @@ from ..protocol.messages import GenerateRequest, GenerateResponse
 from ..rpc.channel import ChannelSettings, connect_channel
 from ..rpc.transport import Dialer, dial_tcp
 from ..scopes import plain_errors
-from .attempt import Attempt, AttemptState, retryable
+from .attempts import Attempts
 from .janitor import Janitor, JanitorSettings
-from .legs import RequestView, parse_request
-from .retry import RetrySettings, backoff
+from .legs import parse_request
+from .live import LiveRequest
+from .retry import RetrySettings
 from .stream import GenerateStream
 from .timeline import Timeline
 
@@ -53,6 +54,10 @@ class RouterSettings:
 
     def validate(self) -> None:
         """Raise ConfigError, naming the setting, for a fleet that could never serve a request."""
+        if self.retry.attempts < 1:
+            raise ConfigError(f"retry.attempts counts the first try and must be at least 1, not {self.retry.attempts}")
+        if not 0 <= self.fresh_fraction < 1:
+            raise ConfigError(f"fresh_fraction is a share of the lease, from 0 to below 1, not {self.fresh_fraction}")
         roles = {spec.role for spec in self.workers}
         if not roles:
             raise ConfigError("no workers: give --prefill and --decode URLs, or --worker-urls")
@@ -67,22 +72,6 @@ class RouterSettings:
             raise ConfigError(f"worker {twice} is configured twice")
 
 
-class _Live:
-    """A request under way: its scope, and why somebody else ended it."""
-
-    __slots__ = ("attempt", "client_id", "ended_as", "scope")
-
-    def __init__(self, client_id: str, *, deadline: float) -> None:
-        self.client_id = client_id
-        self.scope = trio.CancelScope(deadline=deadline)
-        self.attempt: Attempt | None = None
-        self.ended_as: Outcome | None = None
-
-    @property
-    def streaming(self) -> bool:
-        return self.attempt is not None and self.attempt.state is AttemptState.STREAMING
-
-
 class Router:
     """Made by `open_router`; `generate` may be called from any number of tasks."""
 
@@ -92,17 +81,19 @@ class Router:
         *,
         registry: Registry,
         janitor: Janitor,
+        attempts: Attempts,
         observer: Observer,
         new_id: Callable[[], str],
-        chance: Callable[[], float],
     ) -> None:
         self.registry = registry
         self.janitor = janitor
         self._settings = settings
+        self._attempts = attempts
         self._observer = observer
         self._new_id = new_id
-        self._chance = chance
-        self._live: dict[_Live, None] = {}
+        self._live: dict[LiveRequest, None] = {}
+        self._closed = False
+        self._quiet = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
         return f"<Router {self.in_flight} requests, {self.janitor!r}, {self.registry!r}>"
@@ -159,130 +150,95 @@ class Router:
         now = trio.current_time()
         message = request if isinstance(request, bytes) else encode(request)
         view = parse_request(message, disaggregated=self.registry.disaggregated)
+        if self._closed:
+            raise _shutting_down()
         client_id = view.client_id or self._new_id()
         limit = min(self._settings.request_timeout, math.inf if timeout is None else timeout)
-        live = _Live(client_id, deadline=now + limit)
-        timeline = Timeline(request_id=client_id, received_at=now)
+        live = LiveRequest(client_id, deadline=now + limit, timeline=Timeline(request_id=client_id, received_at=now))
         self._live[live] = None
         self._observer.request_started()
-        outcome, code = Outcome.CLIENT_LEFT, None
         try:
             with live.scope:
-                attempt = await self._first_frame(live, view, timeline=timeline, model=model)
-                assert attempt.call is not None  # noqa: S101  # for the type checker: it has a first frame
-                stream = GenerateStream(attempt.call, request_id=client_id, timeline=timeline, choices=view.n)
+                # One whose time was up before it came costs no worker anything.
+                await trio.lowlevel.checkpoint_if_cancelled()
+                stream = await self._attempts.first_frame(live, view, model=model)
                 yield stream
-                if stream.ended_well:
-                    outcome = Outcome.OK
-                self._note_end(stream, timeline)
-            if live.scope.cancelled_caught:
-                outcome = live.ended_as or Outcome.TIMEOUT
-                code = _ENDED_BY_SCOPE[outcome].code
-                raise _ENDED_BY_SCOPE[outcome](f"request {client_id}: {_WHY[outcome]}")
+                live.note_stream(stream)
+            live.check_scope()
+        except trio.Cancelled:
+            live.note_cancelled()
+            raise
         except RouterError as exc:
-            outcome, code = (Outcome.FAILED if outcome is Outcome.CLIENT_LEFT else outcome), exc.error_code
+            live.note_failed(exc.error_code)
             raise
         except Exception:
-            outcome, code = Outcome.FAILED, RouterError.code
+            live.note_failed(RouterError.code)
             raise
         finally:
-            if live.attempt is not None:
-                live.attempt.leave()
-            del self._live[live]
-            self._observer.request_ended(
-                timeline.record(outcome, now=trio.current_time(), error_code=code, client=client)
-            )
+            self._end(live, client=client)
+
+    def _end(self, live: LiveRequest, *, client: str) -> None:
+        """The one place where a request ends (I8)."""
+        del self._live[live]
+        if live.attempt is not None:
+            live.attempt.leave()
+        self._observer.request_ended(
+            live.timeline.record(live.outcome, now=trio.current_time(), error_code=live.code, client=client)
+        )
+        if not self._live:
+            self._quiet.unpark_all()
 
     async def abort(self, client_ids: list[str]) -> int:
         """End requests by the ids their clients gave; returns how many there were.
 
         A request that streams is aborted at its worker and ends there with finish reason `abort`; one that has no
-        frame yet raises RequestAborted in its task.
+        frame yet, or whose worker cannot be told, raises RequestAborted in its task.
         """
         wanted = set(client_ids)
         found = [live for live in self._live if live.client_id in wanted]
+        streaming: dict[Worker, list[LiveRequest]] = {}
         for live in found:
-            if not live.streaming:
-                live.ended_as = Outcome.ABORTED
-                live.scope.cancel()
-        for live in found:
-            if live.streaming and live.attempt is not None:
-                await self._abort_at_worker(live.attempt)
+            if live.attempt is not None and live.streaming:
+                streaming.setdefault(live.attempt.decode.worker, []).append(live)
+            else:
+                _abort_here(live)
+        async with trio.open_nursery() as nursery:
+            for worker, requests in streaming.items():
+                nursery.start_soon(_abort_at, worker, requests)
         return len(found)
 
-    async def _abort_at_worker(self, attempt: Attempt) -> None:
-        worker = attempt.workers[-1]
-        try:
-            await worker.client.abort([attempt.attempt_id])
-        except (GRPCError, RouterError) as exc:
-            _log.warning("abort of %s on %s failed: %s", attempt.attempt_id, worker.name, exc)
+    def shut_down(self) -> None:
+        """Take no new request, and end those under way with an error that says so."""
+        self._closed = True
+        for live in self._live:
+            live.end(Outcome.FAILED, _shutting_down())
 
-    async def _first_frame(self, live: _Live, view: RequestView, *, timeline: Timeline, model: str | None) -> Attempt:
-        """Try until a first frame is here; the attempt that has it stays in `live`."""
-        settings = self._settings.retry
-        failed: list[str] = timeline.workers_tried
-        for failures in range(1, settings.attempts + 1):
-            attempt = self._reserve(view, live.client_id, timeline=timeline, model=model, failed=failed)
-            live.attempt = attempt
-            try:
-                await attempt.first_frame()
-            except RouterError as exc:
-                blamed = attempt.blamed
-                attempt.leave()
-                goes_on = retryable(exc) and failures < settings.attempts
-                self._observer.attempt_failed(
-                    worker=blamed.name, role=blamed.spec.role.value, code=exc.error_code, will_retry=goes_on
-                )
-                failed.append(blamed.name)
-                if not goes_on:
-                    raise
-            else:
-                return attempt
-            await trio.sleep(backoff(settings, failures=failures, chance=self._chance()))
-        raise AssertionError("unreachable: the last attempt raises")
-
-    def _reserve(
-        self, view: RequestView, client_id: str, *, timeline: Timeline, model: str | None, failed: list[str]
-    ) -> Attempt:
-        """Choose workers and reserve their slots; the decode slot is held before prefill begins (I5)."""
-        timeline.begin_attempt()
-        prefill: Lease | None = None
-        if self.registry.disaggregated:
-            decode = self.registry.take(WorkerRole.DECODE, model=model, failed=failed)
-            # A handoff has one consumer: several samples would free the blocks under each other, so they recompute.
-            if view.n <= 1:
-                try:
-                    prefill = self.registry.take(WorkerRole.PREFILL, model=model, failed=failed)
-                except RouterError:
-                    decode.release()
-                    raise
-        else:
-            decode = self.registry.take(WorkerRole.PLAIN, model=model, failed=failed)
-        return Attempt(
-            view,
-            attempt_id=f"{client_id}-{self._new_id()}",
-            decode=decode,
-            prefill=prefill,
-            janitor=self.janitor,
-            observer=self._observer,
-            timeline=timeline,
-            fresh_fraction=self._settings.fresh_fraction,
-        )
-
-    @staticmethod
-    def _note_end(stream: GenerateStream, timeline: Timeline) -> None:
-        if not stream.completes:
-            return
-        last = decode(GenerateResponse, stream.completes[-1]).complete
-        timeline.finish_reason = last.finish_reason
-        timeline.prompt_tokens = timeline.prompt_tokens or last.prompt_tokens
+    async def wait_quiet(self) -> None:
+        """Return when no request is under way and nothing is left to clean up after any."""
+        while self._live:
+            await self._quiet.park()
+        await self.janitor.wait_idle()
 
 
-_ENDED_BY_SCOPE: Final[dict[Outcome, type[RouterError]]] = {
-    Outcome.TIMEOUT: RequestTimeout,
-    Outcome.ABORTED: RequestAborted,
-}
-_WHY: Final = {Outcome.TIMEOUT: "its deadline has passed", Outcome.ABORTED: "aborted by its client"}
+def _shutting_down() -> WorkerUnavailable:
+    return WorkerUnavailable("this router is shutting down", code="shutting_down")
+
+
+def _abort_here(live: LiveRequest) -> None:
+    live.end(Outcome.ABORTED, RequestAborted(f"request {live.client_id}: aborted by its client"))
+
+
+async def _abort_at(worker: Worker, requests: list[LiveRequest]) -> None:
+    """Have a worker abort what it streams; where it cannot be told, end it here."""
+    ids = [live.attempt.attempt_id for live in requests if live.attempt is not None]
+    for live in requests:
+        live.abort_asked = True
+    try:
+        await worker.client.abort(ids)
+    except (GRPCError, RouterError) as exc:
+        _log.warning("abort of %d requests on %s failed, ending them here: %s", len(ids), worker.name, exc)
+        for live in requests:
+            _abort_here(live)
 
 
 def random_id() -> str:
@@ -301,9 +257,9 @@ async def open_router(
 ) -> AsyncIterator[Router]:
     """A router that lives as long as the block: it dials workers, watches them, and cleans up after requests.
 
-    On exit requests are expected to have ended; the janitor gets `settings.janitor.exit_grace` seconds, shielded,
-    for what they left. `new_id` and `chance` are the only sources of randomness. Raises ConfigError for a fleet that
-    cannot work.
+    On exit, requests that other tasks still run are ended; they and the janitor, for what they leave, get
+    `settings.janitor.exit_grace` seconds, whoever cancels us. `new_id` and `chance` are the only sources of randomness.
+    Raises ConfigError for a fleet that cannot work.
     """
     settings.validate()
     # The codec makes a class's tables at its first use, some 10 ms for these: not on the first client's time.
@@ -312,21 +268,47 @@ async def open_router(
     watcher = observer or Observer()
     with plain_errors():
         async with trio.open_nursery() as nursery:
-            workers = [_make_worker(spec, nursery, dialer=dialer, settings=settings) for spec in settings.workers]
-            janitor = Janitor(nursery, settings=settings.janitor, observer=watcher, new_id=new_id)
+            # Links and the janitor's jobs must outlive whoever cancels us, for as long as the grace below.
+            background: trio.Nursery = await nursery.start(_hold_nursery)
+            workers = [_make_worker(spec, background, dialer=dialer, settings=settings) for spec in settings.workers]
             registry = Registry(workers, policies={role: RoundRobin() for role in WorkerRole}, observer=watcher)
+            janitor = Janitor(
+                background,
+                settings=settings.janitor,
+                observer=watcher,
+                new_id=new_id,
+                stand_ins=registry.stand_ins,
+            )
             for worker in workers:
-                nursery.start_soon(_watch, registry, worker, settings.probe)
+                background.start_soon(_watch, registry, worker, settings.probe)
+            attempts = Attempts(
+                registry,
+                janitor=janitor,
+                observer=watcher,
+                retry=settings.retry,
+                fresh_fraction=settings.fresh_fraction,
+                new_id=new_id,
+                chance=chance,
+            )
             router = Router(
-                settings, registry=registry, janitor=janitor, observer=watcher, new_id=new_id, chance=chance
+                settings, registry=registry, janitor=janitor, attempts=attempts, observer=watcher, new_id=new_id
             )
             try:
                 yield router
             finally:
-                # What requests left behind still speaks to workers: a bounded grace, whoever is cancelling us.
+                router.shut_down()
                 with trio.CancelScope(deadline=trio.current_time() + settings.janitor.exit_grace, shield=True):
-                    await janitor.wait_idle()
-                nursery.cancel_scope.cancel()
+                    await router.wait_quiet()
+                janitor.close()
+                background.cancel_scope.cancel()
+
+
+async def _hold_nursery(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+    """A nursery that only `open_router` ends: at the latest when the grace is over that it gives at its exit."""
+    async with trio.open_nursery() as nursery:
+        nursery.cancel_scope.shield = True
+        task_status.started(nursery)
+        await trio.sleep_forever()
 
 
 def _make_worker(spec: WorkerSpec, nursery: trio.Nursery, *, dialer: Dialer, settings: RouterSettings) -> Worker:

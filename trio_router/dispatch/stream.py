@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import DecodeFailed, WorkerRejected
+from ..errors import DecodeError, DecodeFailed, RouterError
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
 from ..protocol.wire import is_complete, token_count
 from ..rpc.call import ClientCall, Sink
 from ..rpc.link import Flush
 from ..rpc.metadata import RpcError
+from .failures import leg_error
 from .timeline import Timeline
 
 _CHUNK: Final = b"\x0a"
@@ -38,21 +39,18 @@ class Frame:
 class GenerateStream:
     """Made by `Router.generate`. Either iterate over it or pump it, once."""
 
-    def __init__(self, call: ClientCall, *, request_id: str, timeline: Timeline, choices: int) -> None:
+    def __init__(self, call: ClientCall, *, request_id: str, timeline: Timeline, choices: int, leg: str) -> None:
         self.request_id = request_id
         self.timeline = timeline
+        self.last_complete: bytes | None = None
+        """The last complete frame so far; one comes for every choice that has ended."""
         self._call = call
-        self._choices = choices
-        self._completes: list[bytes] = []
+        self._leg = leg
+        self._open_choices = choices
         self._ended = False
 
     def __repr__(self) -> str:
         return f"<GenerateStream {self.request_id} {'ended' if self._ended else 'open'}>"
-
-    @property
-    def completes(self) -> list[bytes]:
-        """The complete frames so far, one per choice that has ended."""
-        return self._completes
 
     @property
     def ended_well(self) -> bool:
@@ -63,24 +61,28 @@ class GenerateStream:
         return self
 
     async def __anext__(self) -> Frame:
-        """The next frame. Raises WorkerRejected when the worker fails the stream, DecodeFailed when it just stops."""
+        """The next frame. Raises WorkerRejected when the worker fails the stream, DecodeFailed when it just stops or
+        sends what is no message.
+        """
         try:
             data = await self._call.receive()
-        except RpcError as exc:
-            raise _broken(exc) from exc
+            if data is not None:
+                self._note(data)
+        except (RpcError, DecodeError) as exc:
+            raise self._broken(exc) from exc
         if data is None:
             self._finish()
             raise StopAsyncIteration
-        self._note([data])
         return Frame(data)
 
     async def pump(self, sink: Sink, *, flush: Flush | None = None, tokens: Callable[[], int] | None = None) -> None:
         """Hand every batch of frames to `sink` as it comes, until the stream ends. Errors as for iteration.
 
         `sink` runs inside the reader of the worker's link: it must be quick, must not suspend, and returns False when
-        its client is behind (call `resume` later). `flush` runs once per batch. What `sink` raises is raised here. A
-        sink that reads the frames gives `tokens`, which tells at the end how many it has seen; without it they are
-        counted here, for the request's record.
+        its client is behind (call `resume` later). `flush` runs once per batch. What `sink` raises is raised here,
+        except that a DecodeError is taken for the worker's: it sent the frame. A sink that reads the frames gives
+        `tokens`, which tells at the end how many it has seen; without it they are counted here, for the request's
+        record.
         """
         timeline = self.timeline
         irregular = self._note_irregular
@@ -102,8 +104,8 @@ class GenerateStream:
 
         try:
             await self._call.pump(counted if tokens is None else uncounted, flush=flush)
-        except RpcError as exc:
-            raise _broken(exc) from exc
+        except (RpcError, DecodeError) as exc:
+            raise self._broken(exc) from exc
         finally:
             if tokens is not None:
                 timeline.output_tokens += tokens()
@@ -113,28 +115,25 @@ class GenerateStream:
         """The sink has room again."""
         self._call.resume()
 
-    def _note(self, batch: list[bytes]) -> None:
-        timeline = self.timeline
-        timeline.frames += len(batch)
-        for data in batch:
-            count = token_count(data)
-            timeline.output_tokens += self._note_irregular(data) if count is None else count
+    def _note(self, data: bytes) -> None:
+        self.timeline.frames += 1
+        count = token_count(data)
+        self.timeline.output_tokens += self._note_irregular(data) if count is None else count
 
     def _note_irregular(self, data: bytes) -> int:
-        """Any frame but a plain chunk; returns the tokens it adds."""
+        """Any frame but a plain chunk; returns the tokens it adds. Raises DecodeError."""
         if is_complete(data):
-            self._completes.append(data)
+            self.last_complete = data
+            self._open_choices -= 1
             return 0
         return len(decode(GenerateResponse, data).chunk.token_ids)
 
     def _finish(self) -> None:
-        if len(self._completes) < self._choices:
-            raise DecodeFailed(
-                f"the worker ended the stream after {len(self._completes)} of {self._choices} complete frames"
-            )
+        if self._open_choices > 0:
+            raise DecodeFailed(f"the worker ended the stream before {self._open_choices} of its choices had ended")
         self._ended = True
 
-
-def _broken(exc: RpcError) -> WorkerRejected:
-    message = exc.message or "the worker gave no reason"
-    return WorkerRejected(message, status=exc.status, leg="decode", details=exc.details, code="worker_stream_failed")
+    def _broken(self, exc: RpcError | DecodeError) -> RouterError:
+        if isinstance(exc, DecodeError):
+            return DecodeFailed(f"the worker sent a frame that cannot be read: {exc.message}")
+        return leg_error(exc, leg=self._leg, worker=self.timeline.decode_worker or "", started=True)

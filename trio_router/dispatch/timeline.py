@@ -27,9 +27,8 @@ class Timeline:
     output_tokens: int = 0
     workers_tried: list[str] = field(default_factory=list)
 
-    def begin_attempt(self) -> None:
-        """Forget the marks of the attempt before."""
-        self.attempts += 1
+    def forget_attempt(self) -> None:
+        """Forget the marks of the attempt before; `attempts` and `workers_tried` go on."""
         self.prefill_started_at = self.prefill_ended_at = self.decode_started_at = self.first_frame_at = None
         self.prefill_worker = self.decode_worker = None
 

@@ -49,6 +49,10 @@ class WorkerClient:
         self._channel = channel
         self._stub = VllmEngineStub(channel)  # type: ignore[arg-type]  # ours stands in for grpclib's Channel class
 
+    async def connect(self) -> None:
+        """Return when a call could be opened without waiting; raises LinkError when the worker cannot be reached."""
+        await self._channel.connect()
+
     async def generate(self, request: bytes) -> ClientCall:
         """Open a Generate call; raises LinkError when the worker cannot be reached."""
         return await self._channel.call(GENERATE, request)

@@ -78,6 +78,14 @@ class Registry:
         ]
         return Lease(serving[self._policies[role].pick(candidates)])
 
+    def stand_ins(self, worker: Worker) -> list[Worker]:
+        """Other ready workers of the same role and model."""
+        return [
+            other
+            for other in self._of(worker.spec.role)
+            if other is not worker and other.ready and _model_of(other) == _model_of(worker)
+        ]
+
     async def watch(self, worker: Worker, *, settings: ProbeSettings) -> None:
         """Keep a worker's facts and readiness up to date until cancelled. Every probe has the client's own deadline."""
         failures = 0
@@ -104,3 +112,7 @@ class Registry:
 
     def _roles(self) -> tuple[WorkerRole, ...]:
         return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.disaggregated else (WorkerRole.PLAIN,)
+
+
+def _model_of(worker: Worker) -> str | None:
+    return worker.facts.model if worker.facts is not None else None

@@ -56,12 +56,36 @@ class Worker:
         self.facts: WorkerFacts | None = None
         self.ready = False
         self.in_flight = 0
-        # Prefill workers this one has pulled KV from: a pair that never met needs its first release said twice.
-        self.met: set[str] = set()
+        self._met: dict[str, str] = {}
+        self._said: set[str] = set()
 
     def __repr__(self) -> str:
         state = "ready" if self.ready else "not ready"
         return f"<Worker {self.spec.role} {self.name} {state}, {self.in_flight} in flight>"
+
+    # A decode worker that never pulled from a prefill engine drops the first word it is asked to pass on to it.
+
+    def note_pull(self, prefill_worker: str, *, engine_id: str) -> None:
+        """It has pulled KV from this engine of that worker."""
+        self._met[prefill_worker] = engine_id
+
+    def has_met(self, prefill_worker: str, *, engine_id: str) -> bool:
+        """Whether it has pulled from this very engine: one that was restarted is a stranger."""
+        return self._met.get(prefill_worker) == engine_id
+
+    def forget(self, prefill_worker: str | None = None) -> None:
+        """Take it that it has not met this prefill worker, or any. Saying a word once too often harms nothing."""
+        if prefill_worker is None:
+            self._met.clear()
+        else:
+            self._met.pop(prefill_worker, None)
+
+    def first_time(self, what: str) -> bool:
+        """True the first time it is asked about `what`: for a warning that is worth one line a worker."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
 
 
 class Lease:
@@ -77,13 +101,8 @@ class Lease:
     def __repr__(self) -> str:
         return f"<Lease on {self.worker.name} {'held' if self._held else 'released'}>"
 
-    def move(self) -> Lease:
-        """Hand the slot to a new owner: the returned lease holds it, this one holds nothing any more."""
-        moved = Lease(self.worker)
-        self.release()
-        return moved
-
     def release(self) -> None:
+        """Return the slot; a no-op when that has been done."""
         if self._held:
             self._held = False
             self.worker.in_flight -= 1

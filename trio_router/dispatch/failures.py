@@ -1,0 +1,74 @@
+"""A leg's failure as an error of the family, and whether another attempt may help."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grpclib.const import Status
+
+from ..errors import (
+    DecodeFailed,
+    HandoffInvalid,
+    LinkError,
+    PrefillFailed,
+    RouterError,
+    WorkerRejected,
+    WorkerUnavailable,
+)
+from ..rpc.metadata import Origin, RpcError
+
+# The codes of the field's gateways: a leg that could not be started, and one that broke after it had said something.
+_START_CODES: Final = {
+    "prefill": "prefill_worker_failed_to_start",
+    "decode": "decode_worker_failed_to_start",
+    "worker": "start_generation_failed",
+}
+_STREAM_CODES: Final = {
+    "prefill": "prefill_stream_error",
+    "decode": "worker_stream_failed",
+    "worker": "worker_stream_failed",
+}
+
+# Statuses that speak of the worker's moment and not of the request: elsewhere, or later, it may work.
+_RETRYABLE: Final = frozenset(
+    {
+        Status.UNAVAILABLE,
+        Status.RESOURCE_EXHAUSTED,
+        Status.DEADLINE_EXCEEDED,
+        Status.INTERNAL,
+        Status.UNKNOWN,
+        Status.CANCELLED,
+        Status.ABORTED,
+        Status.DATA_LOSS,
+    }
+)
+# With these a worker does not refuse a request: its engine has failed, and a dead one tells nobody anything.
+_ENGINE_FAILED: Final = frozenset({Status.INTERNAL, Status.UNKNOWN})
+
+
+def leg_error(exc: RpcError | LinkError, *, leg: str, worker: str, started: bool) -> RouterError:
+    """What a leg's call ended with, for the caller. `leg` is "prefill", "decode" or "worker"; `started` tells whether
+    any frame had come.
+    """
+    code = (_STREAM_CODES if started else _START_CODES)[leg]
+    if isinstance(exc, LinkError):
+        return WorkerUnavailable(f"{leg} worker {worker}: {exc.message}", code=code)
+    message = exc.message or f"{leg} worker {worker} gave no reason"
+    return WorkerRejected(message, status=exc.status, leg=leg, details=exc.details, code=code)
+
+
+def is_refusal(exc: RpcError) -> bool:
+    """Whether a worker itself looked at the request and would not take it."""
+    return exc.origin is Origin.PEER and exc.status not in _ENGINE_FAILED
+
+
+def may_have_run(exc: RpcError | LinkError) -> bool:
+    """Whether a worker may have begun on a request that failed so: it broke off without a word from the worker."""
+    return isinstance(exc, RpcError) and exc.origin in (Origin.TRANSPORT, Origin.LOCAL)
+
+
+def retryable(error: RouterError) -> bool:
+    """Whether another attempt, on other workers where there are any, may succeed where this one failed."""
+    if isinstance(error, WorkerRejected):
+        return error.status in _RETRYABLE
+    return isinstance(error, (WorkerUnavailable, PrefillFailed, DecodeFailed, HandoffInvalid))
