@@ -31,8 +31,8 @@ from trio_router.protocol.wire import (
     get_string,
     get_varint,
     is_complete,
+    one_token_end,
     scan_chunk,
-    token_count,
 )
 
 REQUEST, RESPONSE = "vllm.grpc.engine.GenerateRequest", "vllm.grpc.engine.GenerateResponse"
@@ -142,25 +142,47 @@ class TestScanningChunks:
 NAMES = ("token_ids", "prompt_tokens", "completion_tokens", "cached_tokens", "index")
 
 
-class TestCountingTokens:
+class TestOneTokenEnd:
+    @given(first=U32, second=U32, prompt=U32, cached=U32, index=U32)
+    def test_the_chunks_of_a_stream_share_it(
+        self, first: int, second: int, prompt: int, cached: int, index: int
+    ) -> None:
+        counts = {"prompt_tokens": prompt, "completion_tokens": 1, "cached_tokens": cached, "index": index}
+        end = one_token_end(chunk(token_ids=[first], **counts))
+        assert end is not None
+        assert chunk(token_ids=[second], **counts).endswith(end)
+        more = chunk(token_ids=[first, second], **{**counts, "completion_tokens": 2})
+        assert not more.endswith(end)
+
     @given(expected=CHUNKS, at=st.integers(0, 400), byte=st.binary(max_size=1), dropped=st.integers(0, 2))
-    def test_it_agrees_with_the_scanner_on_whole_and_damaged_chunks(
+    def test_any_message_that_has_one_is_a_chunk_of_one_token(
         self, expected: GenerateStreamChunk, at: int, byte: bytes, dropped: int
     ) -> None:
         whole = encode(GenerateResponse(chunk=expected))
         at %= len(whole)
         for wire in (whole, whole[:at] + byte + whole[at + dropped :]):
-            scanned = scan_chunk(wire)
-            assert token_count(wire) == (None if scanned is None else len(scanned[0]))
+            end = one_token_end(wire)
+            if end is not None:
+                scanned = scan_chunk(wire)
+                assert scanned is not None
+                assert (len(scanned[0]), scanned[2]) == (1, 1)
+                # What is before it is the id and nothing else.
+                assert decode(GenerateStreamChunk, wire[2 : len(wire) - len(end)]).token_ids == scanned[0]
 
-    @given(token_id=U32, byte=st.binary(min_size=1, max_size=1), at=st.integers(0, 30))
-    def test_it_agrees_with_the_scanner_on_one_token(self, token_id: int, byte: bytes, at: int) -> None:
-        whole = chunk(token_ids=[token_id], prompt_tokens=2048, completion_tokens=1, cached_tokens=1536, index=3)
-        assert token_count(whole) == 1
-        at %= len(whole)
-        damaged = whole[:at] + byte + whole[at + 1 :]
-        scanned = scan_chunk(damaged)
-        assert token_count(damaged) == (None if scanned is None else len(scanned[0]))
+    @pytest.mark.parametrize(
+        "message",
+        [
+            b"",
+            chunk(token_ids=[5]),  # says nothing of its tokens
+            chunk(token_ids=[5], completion_tokens=2),
+            chunk(token_ids=[5, 6], completion_tokens=1),
+            chunk(completion_tokens=1),
+            hexed("0a 85 00 0a 01 05 18 01"),
+            encode(GenerateResponse(complete=GenerateComplete(output_ids=[5], completion_tokens=1))),
+        ],
+    )
+    def test_other_messages_have_none(self, message: bytes) -> None:
+        assert one_token_end(message) is None
 
 
 class TestIsComplete:

@@ -7,7 +7,6 @@ a caller that sets one member deletes the others.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Final, TypeAlias
@@ -41,13 +40,6 @@ _known_id: Final = _ids.get
 # Four counts, each with a tag of one byte and at most five of value: what is longer is no usual chunk.
 _MAX_COUNTS_BYTES: Final = 4 * 6
 
-# A chunk of one id below 2**28, then the counts that are not 0; all lengths are below 128, and the outer one unchecked.
-_one_token: Final = re.compile(
-    rb"\x0a[\x00-\x7f]\x0a(?:\x01|\x02[\x80-\xff]|\x03[\x80-\xff]{2}|\x04[\x80-\xff]{3})[\x00-\x7f]"
-    rb"(?:\x10[\x80-\xff]{0,4}[\x00-\x7f])?(?:\x18[\x80-\xff]{0,4}[\x00-\x7f])?"
-    rb"(?:\x20[\x80-\xff]{0,4}[\x00-\x7f])?(?:\x38[\x80-\xff]{0,4}[\x00-\x7f])?"
-).fullmatch
-
 _Edits: TypeAlias = "dict[int, bytes | _Edits | None]"
 
 
@@ -79,12 +71,17 @@ def scan_chunk(message: bytes) -> tuple[list[int], int, int, int, int] | None:
     return token_ids, prompt_tokens, completion_tokens, cached_tokens, index
 
 
-def token_count(message: bytes) -> int | None:
-    """How many token ids `scan_chunk` finds, or None where it does; a third of its cost where there is one."""
-    if _one_token(message) is not None and message[1] == len(message) - 2:
-        return 1
+def one_token_end(message: bytes) -> bytes | None:
+    """What follows the id in a chunk that holds one and says so by `completion_tokens`; None of any other message.
+
+    The chunks of a stream repeat it: another one with the same end holds one token, too, and need not be scanned.
+    """
     scanned = scan_chunk(message)
-    return None if scanned is None else len(scanned[0])
+    if scanned is None or len(scanned[0]) != 1 or scanned[2] != 1:
+        return None
+    if message[1] != len(message) - 2 or message[2] != _TOKEN_IDS:
+        return None  # lengths in a longer form than they need
+    return message[message[3] + 4 :]
 
 
 def _scan_ids(message: bytes, end: int) -> tuple[list[int], int]:
