@@ -13,11 +13,12 @@ import trio_router
 ROOT = Path(trio_router.__file__).parent
 NAME = "trio_router"
 
-LEAVES = {"errors", "scopes"}
+LEAVES = {"errors", "offload", "scopes"}
 """May be imported by everyone and import nothing of ours."""
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "offload": set(),
     "scopes": set(),
     "observe": set(),
     "settings": {"config", "dispatch", "fleet", "front", "observe", "rpc"},

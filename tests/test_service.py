@@ -24,8 +24,8 @@ from trio_router.engine.settings import WorkerSettings
 from trio_router.engine.worker import Worker, open_worker
 from trio_router.errors import ConfigError, LinkError, RouterError
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
-from trio_router.front.seams import inline
 from trio_router.observe.hooks import Observer, Outcome, RequestRecord
+from trio_router.offload import Threads, inline
 from trio_router.protocol.messages import (
     GenerateRequest,
     GetModelInfoRequest,
@@ -36,7 +36,7 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import Service, Threads, open_service, sampling_defaults
+from trio_router.service import Service, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent

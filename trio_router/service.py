@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
-from typing import Final, TypeVar
+from functools import lru_cache, partial
+from typing import Final
 
 import msgspec
 import trio
@@ -22,13 +22,15 @@ from .errors import ConfigError
 from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
-from .front.seams import Offload, Readiness
+from .front.seams import Readiness
 from .front.texts import BundleText, LoadedText, prepare
 from .observe.hooks import Observer, Observers
 from .observe.log import RequestLog
 from .observe.metrics import Metrics, WorkerState, make_registry
+from .offload import Offload, Threads
+from .rpc.endpoint import dial
 from .rpc.server import Server
-from .rpc.transport import Dialer, Listener, dial_tcp, open_tcp_listener
+from .rpc.transport import Dialer, Listener, open_tcp_listener
 from .scopes import plain_errors
 from .settings import ServiceSettings, TextSettings
 from .text.bundle import TokenizerFiles, read_directory
@@ -40,20 +42,8 @@ long prompts cannot take them all."""
 _RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _log: Final = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Listen = Callable[[str, int], Awaitable[Listener]]
 """Opens a listener on a host and port."""
-
-
-class Threads:
-    """An Offload with threads of its own, so that nothing else that uses threads can starve it."""
-
-    def __init__(self, count: int = OFFLOAD_THREADS) -> None:
-        self._limiter = trio.CapacityLimiter(count)
-
-    async def __call__(self, function: Callable[[], T]) -> T:
-        # What is offloaded computes and has no effects: a request that has gone need not wait for it.
-        return await trio.to_thread.run_sync(function, limiter=self._limiter, abandon_on_cancel=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +124,19 @@ async def open_service(
     *,
     observer: Observer | None = None,
     listen: Listen | None = None,
-    dialer: Dialer = dial_tcp,
+    dialer: Dialer | None = None,
     offload: Offload | None = None,
 ) -> AsyncIterator[Service]:
     """Serve as long as the block lasts; leaving it cancels what still runs (`drain` first, to be polite).
 
-    `observer` is told what the metrics and the log are told. Raises ConfigError for settings that cannot work here,
+    `observer` is told what the metrics and the log are told. `offload` runs what blocks, name resolution for the usual
+    `dialer` included (None: threads, different ones for names). Raises ConfigError for settings that cannot work here,
     BadBundle for tokenizer files that cannot be used.
     """
     settings.validate()
-    offload = offload or Threads()
+    if dialer is None:
+        dialer = dial if offload is None else partial(dial, offload=offload)
+    offload = offload or Threads(OFFLOAD_THREADS)
     metrics = Metrics()
     observers = [metrics, RequestLog(), *([observer] if observer else [])]
     with ExitStack() as owned, plain_errors():

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 import trio
 import trio.testing
 
 from trio_router.errors import LinkError
+from trio_router.rpc.endpoint import dial
 from trio_router.rpc.memory import MemoryNetwork, memory_link
-from trio_router.rpc.transport import Transport, dial_tcp, open_tcp_listener, split_address
+from trio_router.rpc.transport import Listener, Transport, dial_tcp, open_tcp_listener, split_address
+from trio_router.rpc.unix import open_unix_listener
 
 
 async def _receive_exactly(transport: Transport, count: int) -> bytes:
@@ -19,8 +24,16 @@ async def _receive_exactly(transport: Transport, count: int) -> bytes:
     return received
 
 
-async def _socket_pair(nursery: trio.Nursery) -> tuple[Transport, Transport]:
-    listener = await open_tcp_listener("127.0.0.1", port=0)
+async def _tcp_pair() -> tuple[Transport, Transport]:
+    return await _connected(await open_tcp_listener("127.0.0.1", port=0))
+
+
+async def _unix_pair() -> tuple[Transport, Transport]:
+    with TemporaryDirectory() as directory:
+        return await _connected(open_unix_listener(Path(directory) / "socket"))
+
+
+async def _connected(listener: Listener) -> tuple[Transport, Transport]:
     accepted: list[Transport] = []
 
     async def accept_one() -> None:
@@ -28,21 +41,23 @@ async def _socket_pair(nursery: trio.Nursery) -> tuple[Transport, Transport]:
 
     async with trio.open_nursery() as accepting:
         accepting.start_soon(accept_one)
-        dialed = await dial_tcp(listener.address)
+        dialed = await dial(listener.address)
     listener.close()
     return dialed, accepted[0]
 
 
-async def _memory_pair(nursery: trio.Nursery) -> tuple[Transport, Transport]:
+async def _memory_pair() -> tuple[Transport, Transport]:
     return memory_link()
 
 
-PAIRS = pytest.mark.parametrize("make_pair", [_socket_pair, _memory_pair], ids=["socket", "memory"])
+PAIRS = pytest.mark.parametrize("make_pair", [_tcp_pair, _unix_pair, _memory_pair], ids=["tcp", "unix", "memory"])
 
 
 @PAIRS
-async def test_bytes_arrive_in_order_and_then_the_end(nursery, make_pair):
-    left, right = await make_pair(nursery)
+async def test_bytes_arrive_in_order_and_then_the_end(make_pair):
+    left, right = await make_pair()
+    await left.establish()
+    await right.establish()
     assert left.send_nowait(b"abc") == 3
     assert left.send_nowait(b"def") == 3
     assert await _receive_exactly(right, 6) == b"abcdef"
@@ -54,8 +69,8 @@ async def test_bytes_arrive_in_order_and_then_the_end(nursery, make_pair):
 
 
 @PAIRS
-async def test_a_full_pipe_refuses_and_opens_again_when_read(nursery, make_pair):
-    left, right = await make_pair(nursery)
+async def test_a_full_pipe_refuses_and_opens_again_when_read(make_pair):
+    left, right = await make_pair()
     written = 0
     while taken := left.send_nowait(bytes(65_536)):
         written += taken
@@ -69,8 +84,8 @@ async def test_a_full_pipe_refuses_and_opens_again_when_read(nursery, make_pair)
 
 
 @PAIRS
-async def test_closing_wakes_our_own_waiter_with_an_error(nursery, make_pair):
-    left, right = await make_pair(nursery)
+async def test_closing_wakes_our_own_waiter_with_an_error(make_pair):
+    left, right = await make_pair()
 
     async def wait() -> None:
         with pytest.raises(LinkError, match="closed"):
@@ -87,9 +102,9 @@ async def test_closing_wakes_our_own_waiter_with_an_error(nursery, make_pair):
 
 
 @PAIRS
-async def test_waiting_on_a_closed_transport_is_a_link_error_however_often(nursery, make_pair):
+async def test_waiting_on_a_closed_transport_is_a_link_error_however_often(make_pair):
     for _ in range(2):
-        left, right = await make_pair(nursery)
+        left, right = await make_pair()
         left.close()
         for wait in (left.wait_readable, left.wait_writable):
             for _ in range(2):

@@ -23,7 +23,8 @@ from ..policy.round_robin import RoundRobin
 from ..protocol.codec import decode, encode
 from ..protocol.messages import GenerateRequest, GenerateResponse
 from ..rpc.channel import ChannelSettings, connect_channel
-from ..rpc.transport import Dialer, dial_tcp
+from ..rpc.endpoint import dial
+from ..rpc.transport import Dialer
 from ..scopes import plain_errors
 from .attempts import Attempts
 from .janitor import Janitor, JanitorSettings
@@ -250,7 +251,7 @@ def random_id() -> str:
 async def open_router(
     settings: RouterSettings,
     *,
-    dialer: Dialer = dial_tcp,
+    dialer: Dialer = dial,
     observer: Observer | None = None,
     new_id: Callable[[], str] = random_id,
     chance: Callable[[], float] = random.random,

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from ..rpc.endpoint import dial
 from ..rpc.server import Server
-from ..rpc.transport import Dialer, Listener, dial_tcp
+from ..rpc.transport import Dialer, Listener
 from ..scopes import plain_errors
 from .core import Core
 from .counters import Counters
@@ -87,7 +88,7 @@ async def open_worker(
     *,
     listener: Listener,
     transfer_listener: Listener,
-    dialer: Dialer = dial_tcp,
+    dialer: Dialer = dial,
     model: Model | None = None,
 ) -> AsyncIterator[Worker]:
     """Serve until the block is left; calls under way are then cancelled and both listeners closed.

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import msgspec
 import trio
 
+from ..offload import Offload, inline
 from ..rpc.transport import Listener
 from .exchange import Exchange
 from .faults import MethodNotAllowed, NoSuchRoute, UnsupportedMedia
@@ -22,7 +23,7 @@ from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.endpoint import Services, no_defaults
 from .openai.models import list_models, show_model
-from .seams import Offload, Readiness, Router, SamplingDefaults, TextSource, inline
+from .seams import Readiness, Router, SamplingDefaults, TextSource
 from .settings import FrontSettings
 
 Route = Callable[[Exchange], Awaitable[None]]

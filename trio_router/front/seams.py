@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ..protocol.messages import GenerateRequest
 from ..text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 Sink = Callable[[list[bytes]], bool]
 """Takes a batch of serialized GenerateResponses; False: give no more credit until `resume`."""
 
@@ -52,18 +51,6 @@ class TextSource(Protocol):
 
     async def get(self, model: str) -> Tokenizer:
         """The model's tokenizer; raises WorkerUnavailable (or BadBundle) when there is none yet."""
-
-
-class Offload(Protocol):
-    """Runs blocking work elsewhere, usually in a thread."""
-
-    def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Call `function` and return what it returns, or raise what it raises."""
-
-
-async def inline(function: Callable[[], T]) -> T:
-    """An Offload that does not: for simulations, whose clock knows nothing of threads."""
-    return function()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Final, Protocol
 import trio
 
 from ..errors import RouterError, WorkerUnavailable
+from ..offload import Offload, inline
 from ..text.bundle import TokenizerFiles, unpack
 from ..text.tokenizer import Tokenizer, load
-from .seams import Offload, inline
 
 _RETRY_SECONDS: Final = 1.0
 _log = logging.getLogger(__name__)

@@ -49,6 +49,9 @@ class MemoryTransport:
     def __repr__(self) -> str:
         return f"<MemoryTransport {self.peer} {'closed' if self._closed else 'open'}>"
 
+    async def establish(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     def recv_nowait(self, max_bytes: int) -> bytes | None:
         pipe = self._incoming
         if self._closed:

@@ -10,7 +10,6 @@ I/O errors of the operating system become `LinkError` here and nowhere else.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
@@ -18,9 +17,14 @@ from typing import Final, Protocol
 import trio
 
 from ..errors import LinkError
+from ..offload import Offload
+from .resolve import connect_first, resolve, resolver_threads
 
 CONNECT_TIMEOUT: Final = 10.0
 """Seconds to wait for a TCP handshake: without it a black hole holds the dialer for the kernel's two minutes."""
+
+UNIX_SCHEME: Final = "unix:"
+"""Begins the address of a UNIX socket; its path follows."""
 
 ACCEPT_BACKLOG: Final = 1024
 _ACCEPT_PAUSE: Final = 0.1
@@ -35,14 +39,23 @@ class Transport(Protocol):
     def peer(self) -> str:
         """The other end's address, for messages and logs."""
 
+    async def establish(self) -> None:
+        """Do what comes before the first byte, such as a handshake; to be awaited once, by who owns the deadline.
+
+        Raises LinkError when the two ends do not agree. Whether it raises or is cancelled, closing is still to be done.
+        """
+
     def recv_nowait(self, max_bytes: int) -> bytes | None:
         """Return what has arrived, b"" at the peer's end of file, None when nothing has; raise LinkError if broken."""
 
     def send_nowait(self, data: bytes | bytearray | memoryview) -> int:
-        """Hand over as much as fits now and return that count (0: none fits); raise LinkError when broken."""
+        """Hand over as much as fits now and return that count (0: none fits); raise LinkError when broken.
+
+        What was not taken is offered again, unchanged, before anything else: it may be half encrypted.
+        """
 
     async def wait_readable(self) -> None:
-        """Return when `recv_nowait` has something to say; raise LinkError once closed on this side."""
+        """Return when `recv_nowait` may have something to say; raise LinkError once closed on this side."""
 
     async def wait_writable(self) -> None:
         """Return when `send_nowait` can take something; raise LinkError once closed on this side."""
@@ -56,7 +69,7 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """The bound address as `host:port`, dialable by the matching dialer."""
+        """The bound address, dialable by the matching dialer."""
 
     async def accept(self) -> Transport:
         """Wait for the next peer; raise LinkError once closed."""
@@ -66,24 +79,31 @@ class Listener(Protocol):
 
 
 Dialer = Callable[[str], Awaitable[Transport]]
-"""Takes `host:port`, returns a connected transport or raises LinkError. Who dials owns the deadline."""
+"""Takes an address, such as `host:port`, returns a connected transport or raises LinkError.
+
+Who dials owns the deadline, and awaits `establish` next.
+"""
 
 
 class SocketTransport:
-    """A connected TCP socket."""
+    """A connected stream socket, TCP or UNIX."""
 
     __slots__ = ("_socket", "peer")
 
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
         sock.setblocking(False)
-        # Tokens are small and must not wait for an acknowledgement of the one before (Nagle).
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_UNIX:
+            # Tokens are small and must not wait for an acknowledgement of the one before (Nagle).
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self.peer = peer
 
     def __repr__(self) -> str:
         state = "closed" if self._socket.fileno() < 0 else "open"
         return f"<SocketTransport {self.peer} {state}>"
+
+    async def establish(self) -> None:
+        await trio.lowlevel.checkpoint()
 
     def recv_nowait(self, max_bytes: int) -> bytes | None:
         try:
@@ -126,18 +146,19 @@ class SocketTransport:
         return self._socket
 
 
-class TcpListener:
-    """A bound TCP socket; `address` tells the port the system chose."""
+class SocketListener:
+    """A listening stream socket. `on_close` is called once, just before the socket is closed."""
 
-    __slots__ = ("_socket", "address")
+    __slots__ = ("_on_close", "_socket", "address")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, address: str, on_close: Callable[[], None] | None = None) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self.address = _format_address(sock.getsockname())
+        self._on_close = on_close
+        self.address = address
 
     def __repr__(self) -> str:
-        return f"<TcpListener {self.address}>"
+        return f"<SocketListener {self.address}>"
 
     async def accept(self) -> Transport:
         while self._socket.fileno() >= 0:
@@ -155,52 +176,46 @@ class TcpListener:
                 if exc.errno in _EXHAUSTED:
                     await trio.sleep(_ACCEPT_PAUSE)
                 continue
-            return SocketTransport(sock, peer=_format_address(peer))
+            # A client's UNIX socket usually has no name of its own.
+            return SocketTransport(sock, peer=_format_address(peer) if isinstance(peer, tuple) else self.address)
         raise LinkError(f"listener {self.address} is closed")
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
+            if self._on_close is not None:
+                self._on_close()
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
 
 
-async def open_tcp_listener(host: str, *, port: int) -> TcpListener:
+async def open_tcp_listener(host: str, *, port: int, offload: Offload = resolver_threads) -> SocketListener:
     """Bind `host:port` (port 0: the system chooses) and listen. Raises OSError as the system words it."""
-    addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, proto, _, address = addresses[0]
-    sock = socket.socket(family, kind, proto)
+    target = (await resolve(host, port=port, offload=offload, passive=True))[0]
+    sock = socket.socket(target.family, socket.SOCK_STREAM)
     try:
         # A router that restarts must get its port back while old connections linger in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        sock.bind(target.address)
         sock.listen(ACCEPT_BACKLOG)
     except OSError:
         sock.close()
         raise
-    return TcpListener(sock)
+    return SocketListener(sock, address=_format_address(sock.getsockname()))
 
 
-async def dial_tcp(address: str) -> Transport:
-    """Connect to `host:port` within CONNECT_TIMEOUT; raises LinkError with the reason otherwise."""
+async def dial_tcp(address: str, *, offload: Offload = resolver_threads) -> Transport:
+    """Connect to `host:port` within CONNECT_TIMEOUT; raises LinkError with the reason otherwise.
+
+    The host is resolved through `offload`.
+    """
     host, port = split_address(address)
     with trio.move_on_after(CONNECT_TIMEOUT):
         try:
-            stream = await trio.open_tcp_stream(host, port)
+            sock = await connect_first(await resolve(host, port=port, offload=offload))
         except (OSError, UnicodeError) as exc:  # UnicodeError: the host cannot even be asked for
-            raise LinkError(f"cannot connect to {address}: {_reason(exc)}") from exc
-        # trio's socket is only needed for the handshake; afterwards reads and writes are ours (module docstring).
-        return SocketTransport(socket.socket(fileno=stream.socket.detach()), peer=address)
+            raise LinkError(f"cannot connect to {address}: {getattr(exc, 'strerror', None) or exc}") from exc
+        return SocketTransport(sock, peer=address)
     raise LinkError(f"cannot connect to {address}: no answer within {CONNECT_TIMEOUT:g} s")
-
-
-def _reason(error: BaseException) -> str:
-    # trio tries every address of a host, says "all attempts failed", and keeps why in a group below.
-    cause = error.__cause__
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    if isinstance(cause, OSError) and cause.errno is not None:
-        return os.strerror(cause.errno)
-    return str(getattr(error, "strerror", None) or error)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -209,6 +224,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise LinkError(f"address {address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def host_of(address: str) -> str:
+    """What a certificate at this address would be for. A socket in the file system is on this host."""
+    return "localhost" if address.startswith(UNIX_SCHEME) else split_address(address)[0]
 
 
 def _format_address(sockname: tuple[str, int] | tuple[str, int, int, int]) -> str:

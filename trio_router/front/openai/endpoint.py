@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
+from ...offload import Offload, inline
 from ...protocol.codec import make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
 from ...text.tokenizer import Tokenizer
-from ..seams import Offload, Router, SamplingDefaults, TextSource, inline
+from ..seams import Router, SamplingDefaults, TextSource
 from ..settings import FrontSettings
 from .choice import NOTHING_HIDDEN, TextRules
 from .generation import Answer
