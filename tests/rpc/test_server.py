@@ -14,7 +14,7 @@ from trio_router.http2.frames import ErrorCode
 from trio_router.http2.settings import Http2Settings
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.rpc.metadata import RpcError, get, request_headers
+from trio_router.rpc.metadata import Origin, RpcError, get, request_headers
 from trio_router.rpc.server import Server, ServerSettings
 from trio_router.rpc.servercall import ServerCall
 
@@ -291,6 +291,31 @@ class TestClientsThatMisbehave:
             await trio.testing.wait_all_tasks_blocked()
             assert again.recv_nowait(1 << 20)
             nursery.cancel_scope.cancel()
+
+
+class TestStopping:
+    async def test_every_call_of_a_server_that_is_cancelled_ends_alike(self, autojump_clock):
+        """Whichever of its tasks is cancelled first: the client is told that the server has gone, and not that somebody
+        cancelled the call.
+        """
+
+        async def wait(call: ServerCall) -> None:
+            await trio.sleep_forever()
+
+        network = MemoryNetwork()
+        listener = network.listen()
+        server = Server(raw={CALL: wait})
+        async with open_channel(listener.address, dialer=network.dial) as channel:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listener)
+                calls = [await channel.call(CALL, b"") for _ in range(50)]
+                while server.calls_in_flight < 50:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            for call in calls:
+                with pytest.raises(RpcError) as caught:
+                    await call.receive()
+                assert (caught.value.status, caught.value.origin) == (Status.UNAVAILABLE, Origin.TRANSPORT)
 
 
 class TestDraining:

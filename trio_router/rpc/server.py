@@ -7,6 +7,7 @@ call with a status by raising grpclib's GRPCError; it is cancelled when the clie
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class Server:
                     transport,
                     Connection(Role.SERVER, settings=self._settings.http2),
                     # The call takes its stream here and not in its task: the next batch may come before that runs.
-                    on_stream=lambda stream: calls.start_soon(self._serve_call, ServerCall(link, stream)),
+                    on_stream=lambda stream: calls.start_soon(self._serve_call, ServerCall(link, stream), link),
                 )
                 self._links[link] = None
                 if self._draining:
@@ -117,7 +118,7 @@ class Server:
             del self._links[link]
             self._connections -= 1
 
-    async def _serve_call(self, call: ServerCall) -> None:
+    async def _serve_call(self, call: ServerCall, link: Link) -> None:
         self.calls_in_flight += 1
         try:
             with call.scope:
@@ -133,6 +134,9 @@ class Server:
             _blame_handler(call, group)
         finally:
             self.calls_in_flight -= 1
+            if trio.current_effective_deadline() == -math.inf:
+                # Not this call alone is cancelled: its reset would tell the client that the call was cancelled.
+                _hang_up(link)
             call.leave()
 
     async def _run_handler(self, call: ServerCall) -> None:
@@ -159,6 +163,12 @@ def _blame_handler(call: ServerCall, error: BaseException) -> None:
     _log.error("handler of %s failed", call.path, exc_info=error)
     call.trailing_metadata = ()  # perhaps the very thing that could not be sent
     call.fail(GRPCError(Status.INTERNAL, "internal error"))
+
+
+def _hang_up(link: Link) -> None:
+    link.connection.go_away()
+    link.flush()
+    link.close(LinkError("the server has stopped"))
 
 
 def _drain(link: Link) -> None:
