@@ -372,7 +372,7 @@ class TestSharing:
             for name in range(250):
                 nursery.start_soon(one, channel, name)
         assert replies == {name: [b"%d/%d" % (name, number) for number in range(10)] for name in range(250)}
-        assert sorted(Counter(names.values()).values()) == [50, 100, 100]
+        assert sorted(Counter(names.values()).values()) == [66, 92, 92]  # eight of each are kept for control calls
 
 
 class TestStopping:

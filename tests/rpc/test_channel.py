@@ -212,9 +212,11 @@ class TestPeersThatSayLittle:
 
 
 class TestSharing:
-    @pytest.mark.parametrize(("limit", "links"), [(1, 20), (5, 4), (19, 2), (20, 1)])
+    @pytest.mark.parametrize(("limit", "links"), [(1, 20), (2, 20), (5, 7), (15, 3), (16, 3), (27, 2), (28, 1)])
     async def test_a_burst_keeps_the_peers_limit_on_each_connection(self, autojump_clock, limit, links):
-        """The limit comes with the peer's SETTINGS; calls wait for them rather than being refused."""
+        """The limit comes with the peer's SETTINGS; calls wait for them rather than being refused. Eight streams, or
+        half of them, are for control calls.
+        """
         network = Network()
         listener = network.listen()
         http2 = Http2Settings(max_concurrent_streams=limit)

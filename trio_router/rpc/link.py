@@ -1,4 +1,4 @@
-"""One HTTP/2 connection on a transport: one reader task, one outbox, deadlines by one sweeper.
+"""One HTTP/2 connection on a transport: one reader task, one outbox, deadlines and keepalive by one sweeper.
 
 The link moves bytes between a transport and a sans-IO connection and tells each touched stream's owner. It knows
 nothing of calls beyond the methods of `StreamOwner`.
@@ -7,6 +7,7 @@ nothing of calls beyond the methods of `StreamOwner`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -14,8 +15,11 @@ import trio
 
 from ..errors import LinkError
 from ..http2.connection import Connection
+from ..http2.core import GoAway
+from ..http2.frames import ErrorCode
 from ..http2.streams import Stream
-from .sweeper import Sweeper
+from .keepalive import TOO_MANY_PINGS, Pace, PingLimits, PingStrikes, Verdict, Watch
+from .sweeper import Expires, Sweeper
 from .transport import Transport
 
 _log: Final = logging.getLogger(__name__)
@@ -29,11 +33,19 @@ _LAST_READS: Final = 64
 _LAST_WORD: Final = b"the end."
 """The PING whose answer shows that the peer has read everything before it."""
 
+_ALIVE: Final = b"alive???"
+"""The PING of a keepalive. Anything that comes after it is answer enough."""
+
+_PING_BYTES: Final = 17
+"""A PING frame, header and all."""
+
 Flush = Callable[[], None]
 
 
-class StreamOwner(Protocol):
-    """Who a stream belongs to. Its methods are called by the link and must not raise or suspend."""
+class StreamOwner(Expires, Protocol):
+    """Who a stream belongs to. Its methods are called by the link and must not raise or suspend. `expired` is called
+    when the deadline given to `Link.watch` has passed.
+    """
 
     def touched(self, flushes: dict[Flush, None]) -> None:
         """Something came for the stream, or it ended. Add to `flushes` what is to run once after this batch."""
@@ -44,22 +56,38 @@ class StreamOwner(Protocol):
     def flush_failed(self, flush: Flush, error: Exception) -> None:
         """A flush raised that was to run after a batch in which the owner was touched."""
 
-    def expired(self) -> None:
-        """The deadline given to `Link.watch` has passed."""
-
 
 class Link:
-    """A live connection. `run` owns its tasks; everything else is synchronous."""
+    """A live connection. `run` owns its tasks; everything else is synchronous.
+
+    `on_stream` makes it a server's link: it is called with each new stream. `on_change` is called when the peer wants
+    no further calls, and when the link has closed. `pace` says how the peer is pinged, `ping_limits` how it may ping.
+    """
 
     def __init__(
-        self, transport: Transport, connection: Connection, *, on_stream: Callable[[Stream], None] | None = None
+        self,
+        transport: Transport,
+        connection: Connection,
+        *,
+        on_stream: Callable[[Stream], None] | None = None,
+        on_change: Callable[[Link], None] | None = None,
+        pace: Pace | None = None,
+        ping_limits: PingLimits | None = None,
     ) -> None:
         self.connection = connection
         self.peer = transport.peer
+        self.reads = 0
+        """How often something has been received."""
         self.closed_because: LinkError | None = None
         self.stuck = False  # the transport takes nothing more for now, and `_unsent` is what it left
         self._transport = transport
         self._on_stream = on_stream
+        self._on_change = on_change
+        self._pace = pace
+        self._strikes = PingStrikes(ping_limits) if ping_limits is not None else None
+        self._written = 0  # bytes
+        self._at_last_ping = (0, 0, 0)  # of the peer: pings, reads and bytes written up to there
+        self._goaway: GoAway | None = None
         self._unsent: memoryview | None = None
         self._flushing = False
         self._writer_lot = trio.lowlevel.ParkingLot()
@@ -81,6 +109,19 @@ class Link:
         """Whether a new call may be opened on it now."""
         return self.closed_because is None and self._write_error is None and self.connection.can_open
 
+    def has_room(self, *, keep: int = 0) -> bool:
+        """Whether a new call may be opened that leaves `keep` streams, or half of what the peer allows, to others."""
+        if not self.usable:
+            return False
+        connection = self.connection
+        limit = connection.stream_limit
+        return connection.open_streams < limit - min(keep, limit // 2)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it will never take a call again."""
+        return self.closed_because is not None or self._write_error is not None or self._goaway is not None
+
     @property
     def loss(self) -> LinkError:
         """Why open streams have been lost; they hear of a broken rule before the connection is closed over it."""
@@ -95,6 +136,8 @@ class Link:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write_when_stuck)
                     nursery.start_soon(self._sweeper.run)
+                    if self._pace is not None:
+                        _Keepalive(self, pace=self._pace).begin()
                     self.flush()
                     await self._read()
                     nursery.cancel_scope.cancel()
@@ -122,6 +165,7 @@ class Link:
             while connection.has_output or self._owes_last_word():
                 data = connection.take_output()
                 sent = self._transport.send_nowait(data)
+                self._written += sent
                 if sent != len(data):
                     self._unsent = memoryview(data)[sent:]
                     self.stuck = True
@@ -145,7 +189,7 @@ class Link:
         """Call `owner.drained()` once its stream and this link take data again, both. A send has just reported full."""
         self._full[owner] = stream
 
-    def watch(self, owner: StreamOwner, *, deadline: float) -> None:
+    def watch(self, owner: Expires, *, deadline: float) -> None:
         """Call `owner.expired()` at `deadline` (trio's clock) unless it was forgotten before."""
         self._sweeper.add(owner, deadline=deadline)
 
@@ -192,8 +236,9 @@ class Link:
         if data is None:
             return False
         connection = self.connection
+        self.reads += 1
         if not data:
-            self._shut(LinkError(f"{self.peer} closed the connection"))
+            self._shut(self._farewell(f"{self.peer} closed the connection"))
             return False
         self._hand_out(connection.receive(data))
         if connection.has_output or self._finish_because is not None:
@@ -202,11 +247,44 @@ class Link:
             self._shut(self.loss)
         elif self._finish_because is not None and _LAST_WORD in connection.pings_acked:
             self._shut(self._finish_because)
-        elif self._on_stream is None and connection.goaway_received and not connection.open_streams:
-            self._shut(LinkError(f"{self.peer} is going away"))
+        elif self._on_stream is None and connection.goaway_received:
+            self._told_to_go(connection.goaway_received)
+        elif self._strikes is not None and connection.pings_received != self._at_last_ping[0]:
+            self._count_pings(self._strikes, size=len(data))
         elif connection.greeted:
             self._greeting.set()
         return True
+
+    def _told_to_go(self, goaway: GoAway) -> None:
+        if goaway is not self._goaway:
+            self._goaway = goaway
+            if self._pace is not None and goaway.code == ErrorCode.ENHANCE_YOUR_CALM and goaway.debug == TOO_MANY_PINGS:
+                self._pace.slow_down()
+            self._changed()
+        if not self.connection.open_streams:
+            self._shut(self._farewell(f"{self.peer} is going away"))
+
+    def _farewell(self, what: str) -> LinkError:
+        """Why the peer left, in its own words where it said any."""
+        goaway = self.connection.goaway_received
+        if goaway is None or goaway.code == ErrorCode.NO_ERROR:
+            return LinkError(what)
+        return LinkError(f"{what} (HTTP/2 code {goaway.code}: {goaway.debug.decode('latin-1') or 'no reason given'})")
+
+    def _count_pings(self, strikes: PingStrikes, *, size: int) -> None:
+        """End the connection of a peer that pings too often. What the last read brought, of `size` bytes, had pings."""
+        connection = self.connection
+        pings, reads, written = self._at_last_ping
+        count = connection.pings_received - pings
+        # Clients of gRPC's core measure the path with a ping for every batch of messages: those are no strikes. The
+        # answers to the last read have been written by now, unless the peer is behind, who then goes free.
+        size_of_pings = count * _PING_BYTES
+        alone = self.reads == reads + 1 and size == size_of_pings and self._written == written + size_of_pings
+        self._at_last_ping = (connection.pings_received, self.reads, self._written)
+        if strikes.pinged(count, now=trio.current_time(), alone=alone):
+            connection.go_away(ErrorCode.ENHANCE_YOUR_CALM, TOO_MANY_PINGS)
+            self.flush()
+            self._shut(LinkError(f"{self.peer} pinged too often"))
 
     def _write_failed(self, error: LinkError) -> None:
         self._write_error = error
@@ -240,6 +318,7 @@ class Link:
             try:
                 await transport.wait_writable()
                 sent = transport.send_nowait(self._unsent)
+                self._written += sent
             except LinkError as exc:
                 self._write_failed(exc)
                 return
@@ -263,3 +342,34 @@ class Link:
         self._transport.close()
         self._full.clear()
         self._hand_out(self.connection.connection_lost())
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self)
+
+
+class _Keepalive:
+    """Looks at a link whenever its rules say so, pings for them, and closes it when they find it dead."""
+
+    def __init__(self, link: Link, *, pace: Pace) -> None:
+        self._link = link
+        self._timeout = pace.settings.timeout
+        self._watch = Watch(pace, now=trio.current_time())
+
+    def begin(self) -> None:
+        if self._watch.next_look < math.inf:
+            self._link.watch(self, deadline=self._watch.next_look)
+
+    def expired(self) -> None:
+        link = self._link
+        connection = link.connection
+        verdict = self._watch.look(trio.current_time(), reads=link.reads, busy=connection.open_streams > 0)
+        if verdict is Verdict.DEAD:
+            link.close(LinkError(f"{link.peer} did not answer a ping within {self._timeout:g} s"))
+            return
+        if verdict is Verdict.PING:
+            connection.pings_acked.clear()  # the links' reads have shown what these would
+            connection.ping(_ALIVE)
+            link.flush()
+        link.watch(self, deadline=self._watch.next_look)

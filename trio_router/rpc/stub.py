@@ -5,11 +5,13 @@ It opens its call where it is told to and knows nothing of links.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import betterproto
-from grpclib.const import Status
+import trio
+from grpclib.const import Cardinality, Status
 
 from ..errors import DecodeError, LinkError
 from ..protocol.codec import decode, encode
@@ -24,10 +26,36 @@ class Opener(Protocol):
     """What opens calls: a channel."""
 
     async def call(
-        self, path: str, message: bytes, *, metadata: MetadataLike = (), timeout: float | None = None
+        self,
+        path: str,
+        message: bytes,
+        *,
+        metadata: MetadataLike = (),
+        timeout: float | None = None,
+        control: bool = False,
     ) -> ClientCall: ...
 
-    async def start(self, path: str, *, metadata: MetadataLike = (), timeout: float | None = None) -> ClientCall: ...
+    async def start(
+        self, path: str, *, metadata: MetadataLike = (), timeout: float | None = None, control: bool = False
+    ) -> ClientCall: ...
+
+
+class ControlStubs:
+    """What a stub is given in a channel's place, so that its calls may use the streams kept for control calls."""
+
+    def __init__(self, request: Callable[..., StubStream[Any, Any]]) -> None:
+        self._request = request
+
+    def request(
+        self,
+        route: str,
+        cardinality: Cardinality,
+        request_type: type[Request],
+        reply_type: type[Reply],
+        **options: Any,
+    ) -> StubStream[Request, Reply]:
+        """`Channel.request`, with `control`."""
+        return self._request(route, cardinality, request_type, reply_type, control=True, **options)
 
 
 class StubStream(Generic[Request, Reply]):
@@ -42,14 +70,18 @@ class StubStream(Generic[Request, Reply]):
         single: bool,
         timeout: float | None,
         metadata: MetadataLike | None,
+        control: bool = False,
     ) -> None:
         self._opener = opener
         self._route = route
         self._reply_type = reply_type
         self._single = single
-        self._timeout = timeout
+        self._deadline = None if timeout is None else trio.current_time() + timeout
         self._metadata = metadata or ()
+        self._control = control
         self._call: ClientCall | None = None
+        # The one request, until it is known that the peer acts on it.
+        self._repeatable: bytes | None = None
 
     async def __aenter__(self) -> StubStream[Request, Reply]:
         return self
@@ -62,17 +94,17 @@ class StubStream(Generic[Request, Reply]):
 
     async def send_request(self) -> None:
         try:
-            self._call = await self._opener.start(self._route, metadata=self._metadata, timeout=self._timeout)
+            self._call = await self._opener.start(
+                self._route, metadata=self._metadata, timeout=self._time_left(), control=self._control
+            )
         except LinkError as exc:
             raise _unreachable(exc) from exc
 
     async def send_message(self, message: Request, *, end: bool = False) -> None:
         data = encode(message)
         if self._call is None and end:
-            try:
-                self._call = await self._opener.call(self._route, data, metadata=self._metadata, timeout=self._timeout)
-            except LinkError as exc:
-                raise _unreachable(exc) from exc
+            await self._open(data)
+            self._repeatable = data
             return
         if self._call is None:
             await self.send_request()
@@ -82,18 +114,38 @@ class StubStream(Generic[Request, Reply]):
         self._opened().end_sending()
 
     async def recv_message(self) -> Reply | None:
-        call = self._opened()
-        data = await call.receive()
+        data = await self._receive()
         if data is None:
             if self._single:
                 raise RpcError(Status.INTERNAL, "the peer ended OK without a reply", origin=Origin.PEER)
             return None
-        if self._single and await call.receive() is not None:
+        if self._single and await self._receive() is not None:
             raise RpcError(Status.INTERNAL, "the peer sent two replies to a unary call", origin=Origin.PEER)
         try:
             return decode(self._reply_type, data)
         except DecodeError as exc:
             raise RpcError(Status.INTERNAL, f"the peer's reply: {exc}", origin=Origin.PEER) from exc
+
+    async def _receive(self) -> bytes | None:
+        repeatable, self._repeatable = self._repeatable, None
+        try:
+            return await self._opened().receive()
+        except RpcError as exc:
+            if repeatable is None or exc.origin is not Origin.REFUSED:
+                raise
+        await self._open(repeatable)
+        return await self._opened().receive()
+
+    async def _open(self, message: bytes) -> None:
+        try:
+            self._call = await self._opener.call(
+                self._route, message, metadata=self._metadata, timeout=self._time_left(), control=self._control
+            )
+        except LinkError as exc:
+            raise _unreachable(exc) from exc
+
+    def _time_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - trio.current_time())
 
     def __aiter__(self) -> StubStream[Request, Reply]:
         return self
