@@ -58,11 +58,17 @@ class Gate:
             self.ended_at = trio.current_time()
 
 
+async def run(scene: Scene) -> None:
+    async with scene.router.generate(a_request(), model="tiny") as stream:
+        async for _ in stream:
+            pass
+
+
 @asynccontextmanager
 async def left_at(scene: Scene, gate: Gate):
     """A request whose client left when `gate` was reached."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(collect, scene.router, a_request())
+        nursery.start_soon(run, scene)
         with trio.fail_after(5):
             await gate.entered.wait()
             # Until the router has read what came before.

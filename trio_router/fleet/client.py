@@ -1,17 +1,18 @@
-"""The typed client of one worker, over betterproto's generated stubs; Generate alone goes as bytes."""
+"""The typed client of one worker, over betterproto's generated stubs; Generate goes as bytes."""
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
 from ..errors import WorkerUnavailable
+from ..protocol.codec import decode, encode
 from ..protocol.messages import (
     AbortRequest,
     GetModelInfoRequest,
     GetModelInfoResponse,
     GetServerInfoRequest,
+    GetTokenizerChunk,
     GetTokenizerRequest,
     HealthCheckRequest,
     VllmEngineStub,
@@ -20,6 +21,7 @@ from ..rpc.call import ClientCall
 from ..rpc.channel import Channel
 
 GENERATE: Final = "/vllm.grpc.engine.VllmEngine/Generate"
+GET_TOKENIZER: Final = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
 ABORT_TIMEOUT: Final = 10.0
 """Seconds for an Abort call: the bound the field's gateways use, so that a wedged worker piles up nothing."""
 INFO_TIMEOUT: Final = 5.0
@@ -81,12 +83,16 @@ class WorkerClient:
         )
 
     async def tokenizer_bundle(self) -> tuple[bytes, str]:
-        """The tokenizer archive and the SHA-256 its worker claims for it. Raises GRPCError, WorkerUnavailable."""
+        """The tokenizer archive and the SHA-256 its worker claims for it. Raises GRPCError, LinkError, DecodeError,
+        WorkerUnavailable.
+        """
+        # Not by the generated stub: closing its generator early leaves the one inside it, and the call, open.
+        call = await self._channel.call(GET_TOKENIZER, encode(GetTokenizerRequest()), timeout=TOKENIZER_TIMEOUT)
         archive = bytearray()
         claimed = ""
-        chunks = self._stub.get_tokenizer(GetTokenizerRequest(), timeout=TOKENIZER_TIMEOUT)
-        async with aclosing(chunks):  # type: ignore[type-var]  # betterproto types its async generator as an iterator
-            async for chunk in chunks:
+        try:
+            while (message := await call.receive()) is not None:
+                chunk = decode(GetTokenizerChunk, message)
                 archive += chunk.data
                 claimed = chunk.sha256
                 if len(archive) > TOKENIZER_MAX_BYTES:
@@ -94,4 +100,6 @@ class WorkerClient:
                         f"the worker's tokenizer bundle is over {TOKENIZER_MAX_BYTES} bytes",
                         code="tokenizer_load_failed",
                     )
+        finally:
+            call.cancel()
         return bytes(archive), claimed

@@ -5,16 +5,21 @@ Selection is one synchronous step: candidates, policy, leases. Nothing can slip 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 from grpclib.exceptions import GRPCError
 
-from ..errors import ModelNotFound, RouterError, WorkerUnavailable
+from ..errors import BadRequest, ModelNotFound, RouterError, WorkerUnavailable
 from ..observe.hooks import Observer
 from ..policy.base import Candidate, Policy
+from .client import WorkerFacts
 from .worker import Lease, Worker, WorkerRole
+
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,8 @@ class Registry:
 
     @property
     def ready(self) -> bool:
-        """Whether every leg a request needs has a routable worker."""
-        return all(any(w.ready for w in self._of(role)) for role in self._roles())
+        """Whether some request could be served: every leg of it has a ready worker of its model."""
+        return bool(self.models())
 
     async def wait_ready(self, *, every_worker: bool = False) -> None:
         """Return when `ready`, or only once every worker is routable."""
@@ -56,27 +61,47 @@ class Registry:
             await self._changed.wait()
 
     def models(self) -> list[str]:
-        """Names of the served models, in order of registration."""
-        return list(dict.fromkeys(w.facts.model for w in self.workers if w.facts is not None and w.ready))
+        """Names of the models that have a ready worker for every leg, in order of registration."""
+        ready = [worker for worker in self.workers if worker.ready]
+        legs = [{_model_of(worker) for worker in ready if worker.spec.role is role} for role in self._roles()]
+        served = set.intersection(*legs)
+        return list(dict.fromkeys(w.facts.model for w in ready if w.facts is not None and w.facts.model in served))
 
     def take(self, role: WorkerRole, *, model: str | None = None, failed: Collection[str] = ()) -> Lease:
-        """Choose a worker for a leg and reserve a slot on it.
+        """Choose a worker for a leg and reserve a slot on it. Without `model` there must be only one.
 
         `failed` names workers this request has already failed on: they are chosen only when nobody else is left. Raises
-        WorkerUnavailable when no worker of the role is ready, ModelNotFound when none of those serves `model`.
+        WorkerUnavailable when nobody is ready who could, ModelNotFound when none of those who are serves `model`,
+        BadRequest when several models are served and none is named.
         """
-        ready = [worker for worker in self._of(role) if worker.ready and worker.facts is not None]
+        if model is None:
+            self._check_only_model()
+        members = self._of(role)
+        serving = [worker for worker in members if worker.facts is not None and model in (None, worker.facts.model)]
+        ready = [worker for worker in serving if worker.ready]
         if not ready:
-            known = ", ".join(worker.name for worker in self._of(role)) or "none registered"
-            raise WorkerUnavailable(f"no {role} worker is ready (registered: {known})")
-        serving = [w for w in ready if model is None or (w.facts is not None and w.facts.model == model)]
-        if not serving:
-            raise ModelNotFound(f"no {role} worker serves model {model!r}; served: {', '.join(self.models())}")
+            raise self._nobody(role, members, model=model, is_known=bool(serving))
         candidates = [
             Candidate(worker=worker.name, load=worker.in_flight, failed_before=worker.name in failed)
-            for worker in serving
+            for worker in ready
         ]
-        return Lease(serving[self._policies[role].pick(candidates)])
+        return Lease(ready[self._policies[role].pick(candidates)])
+
+    def _check_only_model(self) -> None:
+        known = list(dict.fromkeys(worker.facts.model for worker in self.workers if worker.facts is not None))
+        if len(known) > 1:
+            # Whether or not all of them are ready now: a request's ids mean something to one of them only.
+            raise BadRequest(f"several models are served here: {', '.join(known)}; the request must name one")
+
+    def _nobody(
+        self, role: WorkerRole, members: list[Worker], *, model: str | None, is_known: bool
+    ) -> ModelNotFound | WorkerUnavailable:
+        if any(worker.ready for worker in members):
+            if not is_known:
+                return ModelNotFound(f"no {role} worker serves model {model!r}; served: {', '.join(self.models())}")
+            return WorkerUnavailable(f"no {role} worker that serves model {model!r} is ready")
+        registered = ", ".join(worker.name for worker in members) or "none registered"
+        return WorkerUnavailable(f"no {role} worker is ready (registered: {registered})")
 
     def stand_ins(self, worker: Worker) -> list[Worker]:
         """Other ready workers of the same role and model."""
@@ -90,22 +115,45 @@ class Registry:
         """Keep a worker's facts and readiness up to date until cancelled. Every probe has the client's own deadline."""
         failures = 0
         while True:
-            try:
-                worker.facts = await worker.client.facts()
-                healthy = await worker.client.healthy()
-            except (GRPCError, RouterError):
-                healthy = False
-            failures = 0 if healthy else failures + 1
-            if healthy or failures >= settings.failures:
-                self._set_ready(worker, healthy)
+            if await self._probe(worker):
+                failures = 0
+                self._set_ready(worker, True)
+            else:
+                failures += 1
+                if failures >= settings.failures:
+                    self._set_ready(worker, False)
             await trio.sleep(settings.interval if worker.ready else settings.startup_interval)
+
+    async def _probe(self, worker: Worker) -> bool:
+        try:
+            self._learn(worker, await worker.client.facts())
+            return await worker.client.healthy()
+        except (GRPCError, RouterError) as exc:
+            _log.debug("probing %s: %s", worker.name, exc)
+        except Exception:  # noqa: BLE001  # a bug in a probe, or in an embedder's dialer, must not take all workers away
+            _log.exception("probing %s failed inside", worker.name)
+        return False
+
+    def _learn(self, worker: Worker, facts: WorkerFacts) -> None:
+        known, worker.facts = worker.facts, facts
+        if known is not None and known.kv_engine_id != facts.kv_engine_id:
+            self._forget(worker)
 
     def _set_ready(self, worker: Worker, ready: bool) -> None:
         if worker.ready is not ready:
             worker.ready = ready
+            if not ready:
+                # Who answers when it is back may be another process.
+                self._forget(worker)
             self._changed.set()
             self._changed = trio.Event()
             self._observer.worker_ready(worker=worker.name, role=worker.spec.role.value, ready=ready)
+
+    def _forget(self, worker: Worker) -> None:
+        """It may have been restarted: it knows nobody, and nobody knows it."""
+        worker.forget()
+        for other in self.workers:
+            other.forget(worker.name)
 
     def _of(self, role: WorkerRole) -> list[Worker]:
         return [worker for worker in self.workers if worker.spec.role is role]

@@ -33,14 +33,17 @@ class WorkerSpec:
     @property
     def address(self) -> str:
         """`host:port` to dial. Raises ConfigError when the URL is not one of a gRPC worker."""
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"worker URL {self.url!r}: {exc}") from exc
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError(f"worker URL grpc://…@{parts.hostname}:{port}: workers take no credentials")
         if parts.scheme == "grpcs":
             raise ConfigError(f"worker URL {self.url!r}: TLS to workers is not built yet; use grpc://")
-        if parts.scheme != "grpc" or not parts.hostname or port is None or parts.path not in ("", "/"):
+        has_more = parts.path not in ("", "/") or parts.query or parts.fragment
+        if parts.scheme != "grpc" or not parts.hostname or not port or has_more:
             raise ConfigError(f"worker URL {self.url!r} is not grpc://host:port")
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return f"{host}:{port}"
