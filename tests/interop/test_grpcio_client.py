@@ -345,17 +345,20 @@ class TestMetadata:
 
         async def handler(call: ServerCall) -> None:
             seen.extend(pair for pair in call.metadata if pair[0].startswith("x-"))
+            call.send_headers(metadata=[("x-early", "1"), ("x-early-bin", b"\x01")])
             call.trailing_metadata = [("x-cost", "7"), ("x-proof-bin", b"\xff\x00"), ("x-proof-bin", b"")]
             await call.send(b"")
 
         def ask(client):
             sent = (("x-text", "a b; c,d"), ("x-blob-bin", bytes(range(256))), ("x-blob-bin", b""), ("x-twice", "1"))
             _, call = client.channel.unary_unary(CALL).with_call(b"", timeout=PATIENCE, metadata=sent)
-            return sent, [tuple(pair) for pair in call.trailing_metadata()]
+            early = [tuple(pair) for pair in call.initial_metadata() if pair[0].startswith("x-")]
+            return sent, early, [tuple(pair) for pair in call.trailing_metadata()]
 
         async with open_server(raw={CALL: handler}) as (client, _):
-            sent, trailers = await in_thread(ask, client)
+            sent, early, trailers = await in_thread(ask, client)
         assert sorted(seen) == sorted(sent)
+        assert early == [("x-early", "1"), ("x-early-bin", b"\x01")]
         assert trailers == [("x-cost", "7"), ("x-proof-bin", b"\xff\x00"), ("x-proof-bin", b"")]
 
 

@@ -335,20 +335,22 @@ class TestMetadata:
 
         async def handler(call: ServerCall) -> None:
             seen.extend(pair for pair in call.metadata if pair[0].startswith("x-"))
+            call.send_headers(metadata=[("x-early", "1"), ("x-early-bin", b"\x01")])
             call.trailing_metadata = [("x-cost", "7"), ("x-proof-bin", b"\xff\x00"), ("x-proof-bin", b"")]
             await call.send(b"")
 
         sent = [("x-text", "a b; c,d"), ("x-blob-bin", bytes(range(256))), ("x-blob-bin", b""), ("x-twice", "1")]
 
-        async def talk(channel: Channel) -> list[tuple[str, str | bytes]]:
+        async def talk(channel: Channel) -> list[list[tuple[str, str | bytes]]]:
             async with open_both(channel, CALL, metadata=sent) as call:
                 await call.send_message(b"", end=True)
                 await call.recv_message()
                 await call.recv_trailing_metadata()
-                return list(call.trailing_metadata.items())
+                return [list(metadata.items()) for metadata in (call.initial_metadata, call.trailing_metadata)]
 
         async with open_server_for_grpclib(raw={CALL: handler}) as (ask, _):
-            trailers = await ask(talk)
+            headers, trailers = await ask(talk)
+        assert headers == [("x-early", "1"), ("x-early-bin", b"\x01")]
         assert sorted(seen) == sorted(sent)
         assert trailers == [("x-cost", "7"), ("x-proof-bin", b"\xff\x00"), ("x-proof-bin", b"")]
 

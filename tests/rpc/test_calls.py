@@ -18,6 +18,7 @@ from trio_router.rpc.servercall import ServerCall
 
 ECHO = "/test.Service/Echo"
 COUNT = "/test.Service/Count"
+BEGIN = "/test.Service/Begin"
 
 
 async def echo(call: ServerCall) -> None:
@@ -317,6 +318,62 @@ async def test_metadata_travels_both_ways(open_pair, autojump_clock):
         assert await call.receive() is None
         assert seen == [("traceparent", "00-ab-cd-01"), ("blob-bin", b"\x00\x01\x02")]
         assert call.trailing_metadata == [("cost", "7"), ("proof-bin", b"\xff\x00")]
+
+
+async def test_a_handler_may_begin_its_answer_before_its_first_reply(open_pair, autojump_clock):
+    async def begin(call: ServerCall) -> None:
+        call.send_headers(metadata=[("x-early", "1"), ("x-early-bin", b"\xff")])
+        begun.set()
+        if await call.receive() == b"fail":
+            raise GRPCError(Status.ABORTED, "after all")
+        await call.send(b"reply")
+
+    for message, expected in ((b"", Status.OK), (b"fail", Status.ABORTED)):
+        begun = trio.Event()
+        async with open_pair(raw={BEGIN: begin}) as (channel, _):
+            call = await channel.start(BEGIN)
+            await begun.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            assert call.initial_metadata == [("x-early", "1"), ("x-early-bin", b"\xff")]
+            await call.send(message, end=True)
+            if expected is Status.OK:
+                assert [await call.receive(), await call.receive()] == [b"reply", None]
+            else:
+                with pytest.raises(RpcError, match="after all"):
+                    await call.receive()
+            assert call.trailing_metadata == []
+
+
+async def test_an_answer_begins_once_and_with_metadata_that_can_be_sent(open_pair, autojump_clock):
+    async def begin(call: ServerCall) -> None:
+        with pytest.raises(ValueError, match="reserved"):
+            call.send_headers(metadata={"grpc-status": "0"})
+        call.send_headers()
+        with pytest.raises(RuntimeError, match="begun already"):
+            call.send_headers()
+        await call.send(b"reply")
+
+    async with open_pair(raw={BEGIN: begin}) as (channel, _):
+        call = await channel.call(BEGIN, b"")
+        assert [await call.receive(), await call.receive()] == [b"reply", None]
+        assert call.initial_metadata == []
+
+
+async def test_who_has_left_is_not_answered(open_pair, autojump_clock):
+    async def wait(call: ServerCall) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            call.send_headers(metadata={"x-late": "1"})
+            told.append(call.gone)
+
+    told: list[bool] = []
+    async with open_pair(raw={BEGIN: wait}) as (channel, _):
+        call = await channel.call(BEGIN, b"")
+        await trio.testing.wait_all_tasks_blocked()
+        call.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+    assert told == [True]
 
 
 async def test_two_tasks_in_one_call_are_told_so(open_pair, autojump_clock):

@@ -98,6 +98,19 @@ class ServerCall:
 
     # Sending
 
+    def send_headers(self, *, metadata: MetadataLike = ()) -> None:
+        """Begin the answer now, with initial metadata. Without this the first reply begins it, with none.
+
+        Raises RuntimeError when it has begun, ValueError or TypeError for metadata that gRPC cannot carry.
+        """
+        if self._headers_sent:
+            raise RuntimeError(f"the answer to {self.path} has begun already")
+        headers = response_headers(metadata)
+        if not self._finished and not self._stream.closed:
+            self._headers_sent = True
+            self._link.connection.send_headers(self._stream, headers)
+            self._link.flush()
+
     def send_nowait(self, messages: list[bytes]) -> bool:
         """Queue replies without flushing; False: the client is behind, wait for `on_drained` or `wait_drained`.
 
