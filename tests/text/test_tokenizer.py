@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as HfTokenizer
 
 from trio_router.text.bundle import BadBundle, TokenizerFiles, read_directory
-from trio_router.text.tokenizer import TokenizationFailed, Tokenizer, load
+from trio_router.text.tokenizer import PromptTooLong, TokenizationFailed, Tokenizer, load
 
 ASSETS = read_directory(Path(str(resources.files("trio_router.engine.assets"))))
 END, END_OF_TEXT = 2043, 2041
@@ -66,6 +68,60 @@ class TestEncoding:
         tokenizer = load_with(tokenizer=description)
         plain = tokenizer.encode("the harbour")
         assert tokenizer.encode("the harbour", add_special_tokens=True) == [2042, *plain]
+
+    def test_other_threads_run_while_a_long_text_is_encoded(self, monkeypatch: pytest.MonkeyPatch):
+        tokenizer = load(ASSETS)
+        begins, ended = threading.Event(), threading.Event()
+
+        def encode() -> None:
+            begins.set()
+            tokenizer.encode("hello " * 200_000)
+            ended.set()
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000)  # from here on a thread runs until it lets go of the lock by itself
+        try:
+            thread = threading.Thread(target=encode)
+            thread.start()
+            begins.wait()
+            ran_beside_it = not ended.is_set()
+            thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert ran_beside_it
+
+    def test_a_prompt_that_just_fits_is_let_through_and_one_token_more_is_not(self):
+        tokenizer = load(ASSETS)
+        text = "Hello, where is the harbour?"
+        count = len(tokenizer.encode(text))
+        assert len(tokenizer.encode(text, max_tokens=count)) == count
+        with pytest.raises(PromptTooLong, match=rf"the prompt has {count} tokens, the model's context {count - 1}"):
+            tokenizer.encode(text, max_tokens=count - 1)
+
+    @pytest.mark.parametrize("text", ["hello ", " ", "x", "日本語", "<|im_end|>"])
+    def test_of_a_text_that_is_much_too_long_only_a_beginning_is_encoded(self, text: str, monkeypatch):
+        tokenizer = load(ASSETS)
+        encoded: list[int] = []
+        whole = tokenizer._ids
+        monkeypatch.setattr(
+            tokenizer, "_ids", lambda text, **options: encoded.append(len(text)) or whole(text, **options)
+        )
+        endless = text * 500_000
+        with pytest.raises(PromptTooLong, match="more tokens than the model's context of 1000") as caught:
+            tokenizer.encode(endless, max_tokens=1000)
+        assert sum(encoded) < 200_000
+        assert (caught.value.http_status, caught.value.error_code) == (400, "context_length_exceeded")
+
+    def test_a_long_text_of_few_tokens_is_let_through(self):
+        """What a token may stand for has no bound: only the count decides."""
+        description = json.loads(ASSETS.contents["tokenizer.json"])
+        token = "long" * 2500
+        description["added_tokens"].append(
+            {"id": 2048, "content": token, "special": False, "normalized": False, "single_word": False, "lstrip": False}
+            | {"rstrip": False}
+        )
+        tokenizer = load_with(tokenizer=description)
+        assert tokenizer.encode(token * 100, max_tokens=100) == [2048] * 100
 
     def test_limits_meant_for_training_do_not_cut_or_pad_a_prompt(self):
         inner = HfTokenizer.from_buffer(ASSETS.contents["tokenizer.json"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tokenizers import Tokenizer as HfTokenizer
 
-from trio_router.errors import RouterError
+from trio_router.errors import BadRequest, RouterError
 from trio_router.text.bundle import BadBundle, TokenizerFiles
 from trio_router.text.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer, TokenTable
 from trio_router.text.template import ChatTemplate, load_template
@@ -26,6 +26,17 @@ class TokenizationFailed(RouterError):
     """The tokenizer broke on a text: its files are at fault, not the caller."""
 
     code = "tokenization_failed"
+
+
+class PromptTooLong(BadRequest):
+    """A text has more tokens than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+# Texts are hardly ever longer per token than this, so that the first look at a beginning decides.
+_CHARACTERS_PER_TOKEN = 8
+_BEGINNING_CHARACTERS = 65_536
 
 
 class Tokenizer:
@@ -53,13 +64,33 @@ class Tokenizer:
         way = "table" if self._is_byte_level else "library"
         return f"<Tokenizer of {self.vocab_size} tokens, detokenized by {way}>"
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None) -> list[int]:
         """Text to ids. Special tokens written in the text are recognised; `add_special_tokens` adds the model's own.
 
-        Raises TokenizationFailed.
+        Raises PromptTooLong for more than `max_tokens`, without going through a text that is much too long, and
+        TokenizationFailed.
         """
+        if max_tokens is not None:
+            self._refuse_hopeless(text, max_tokens=max_tokens)
+        ids = self._ids(text, add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens, the model's context {max_tokens}")
+        return ids
+
+    def _refuse_hopeless(self, text: str, *, max_tokens: int) -> None:
+        """Look at ever longer beginnings of a text that cannot be told by its length: its ids cost 200 bytes each."""
+        length = max(_BEGINNING_CHARACTERS, max_tokens * _CHARACTERS_PER_TOKEN)
+        while length < len(text):
+            # The cut may break a token into pieces, and those around it may come out otherwise than in the whole.
+            if len(self._ids(text[:length], add_special_tokens=False)) > max_tokens + 2 * self._longest_token:
+                raise PromptTooLong(f"the prompt has more tokens than the model's context of {max_tokens}")
+            length *= 2
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _library_errors_as(TokenizationFailed, "the tokenizer failed"):
-            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            # The library's `encode` keeps the interpreter's lock all the while, so that a megabyte of text would stop
+            # every thread for a second; for batches it lets go, and this form leaves out offsets nobody asks for.
+            return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text, all at once; ids outside the vocabulary are passed over, broken UTF-8 becomes U+FFFD."""
@@ -70,6 +101,10 @@ class Tokenizer:
         if self._is_byte_level:
             return TableDetokenizer(self._visible_table if skip_special_tokens else self._full_table)
         return StreamDetokenizer(self._inner, hidden=self._special_ids if skip_special_tokens else None)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=0)
 
     # Built at the first stream that needs them: a quarter of a second for a vocabulary of 150,000.
     @cached_property
