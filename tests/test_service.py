@@ -18,7 +18,7 @@ import trio.testing
 from grpclib.exceptions import GRPCError
 
 import trio_router.engine.assets
-from trio_router.demo.client import stream_chat
+from trio_router.demo.client import ChatFailed, stream_chat
 from trio_router.dispatch.router import RouterSettings
 from trio_router.engine.settings import WorkerSettings
 from trio_router.engine.worker import Worker, open_worker
@@ -36,7 +36,7 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import Service, open_service, sampling_defaults
+from trio_router.service import Service, context_length, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent
@@ -247,6 +247,32 @@ class TestSamplingDefaults:
             await process.service.wait_ready()
             await process.chat()
         assert asked == ["tiny-english"]
+
+
+class TestContextLength:
+    @staticmethod
+    def router(**lengths: int) -> Any:
+        workers = [
+            SimpleNamespace(facts=SimpleNamespace(model=model, model_info=SimpleNamespace(max_context_length=length)))
+            for model, length in lengths.items()
+        ]
+        return SimpleNamespace(registry=SimpleNamespace(workers=[SimpleNamespace(facts=None), *workers]))
+
+    def test_it_is_the_longest_that_a_worker_of_the_model_tells(self):
+        router = self.router(tiny=8192, other=100)
+        router.registry.workers += self.router(tiny=16384).registry.workers
+        assert context_length(router, "tiny") == 16384
+
+    def test_without_a_word_from_workers_it_is_not_known(self):
+        assert context_length(self.router(tiny=0), "tiny") is None
+        assert context_length(self.router(other=1), "tiny") is None
+
+    async def test_the_http_front_refuses_by_it(self, network, autojump_clock, monkeypatch):
+        monkeypatch.setattr("trio_router.service.context_length", lambda _, model: 3)
+        async with running(network) as process:
+            await process.service.wait_ready()
+            with pytest.raises(ChatFailed, match="the model's context 3"):
+                await process.chat()
 
 
 class TestDraining:

@@ -153,6 +153,7 @@ async def open_service(
                     settings=settings.front,
                     readiness=lambda: _readiness(router),
                     sampling_defaults=lambda model: sampling_defaults(router, model),
+                    context_length=lambda model: context_length(router, model),
                     offload=offload,
                 ),
                 grpc=grpc_server(router),
@@ -239,6 +240,12 @@ def _readiness(router: Router) -> Readiness:
         healthy_workers=sum(worker.ready for worker in workers),
         total_workers=len(workers),
     )
+
+
+def context_length(router: Router, model: str) -> int | None:
+    """The longest context among the workers that serve the model and tell; None when none does."""
+    facts = [worker.facts for worker in router.registry.workers if worker.facts is not None]
+    return max((each.model_info.max_context_length for each in facts if each.model == model), default=0) or None
 
 
 def sampling_defaults(router: Router, model: str) -> Mapping[str, float]:

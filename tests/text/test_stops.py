@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_router.text.stops import StopMatcher
+from trio_router.text.stops import StopAutomaton, StopMatcher
 
 # Few letters, so that stops overlap, nest and nearly match all the time.
 letters = st.text(alphabet="ab€", max_size=12)
@@ -108,3 +108,11 @@ def test_a_very_long_stop_string_costs_memory_in_proportion_to_its_length():
     matcher = StopMatcher([stop])
     assert matcher.feed(stop[:-1]) == ("", None)
     assert matcher.feed("b!") == ("", stop)
+
+
+def test_matchers_that_share_an_automaton_do_not_share_what_they_have_seen():
+    stops = StopAutomaton(["abc", ""])
+    one, other = StopMatcher(stops), StopMatcher(stops)
+    assert one.feed("ab") == ("", None)
+    assert other.feed("c") == ("c", None)
+    assert one.feed("c") == ("", "abc")

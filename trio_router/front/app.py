@@ -21,9 +21,9 @@ from .faults import MethodNotAllowed, NoSuchRoute, UnsupportedMedia
 from .http import HttpServer
 from .openai.chat import chat_completions
 from .openai.completions import completions
-from .openai.endpoint import Services, no_defaults
+from .openai.endpoint import Services, any_length, no_defaults
 from .openai.models import list_models, show_model
-from .seams import Readiness, Router, SamplingDefaults, TextSource
+from .seams import ContextLength, Readiness, Router, SamplingDefaults, TextSource
 from .settings import FrontSettings
 
 Route = Callable[[Exchange], Awaitable[None]]
@@ -54,6 +54,7 @@ class HttpFront:
         settings: FrontSettings | None = None,
         readiness: Callable[[], Readiness] | None = None,
         sampling_defaults: SamplingDefaults = no_defaults,
+        context_length: ContextLength = any_length,
         offload: Offload = inline,
         ids: Callable[[], str] = random_id,
         clock: Callable[[], float] = time.time,
@@ -71,6 +72,7 @@ class HttpFront:
             clock=clock,
             offload=offload,
             sampling_defaults=sampling_defaults,
+            context_length=context_length,
         )
         self._server = HttpServer(self.handle, settings=settings.http, clock=clock)
         self._routes: dict[str, dict[str, Route]] = {

@@ -63,5 +63,7 @@ class Readiness:
     total_workers: int | None = None
 
 
+ContextLength = Callable[[str], int | None]
+"""For a model: how many tokens of prompt and answer its context holds. None: not known."""
 SamplingDefaults = Callable[[str], Mapping[str, float]]
 """For a model: what its maker recommends for temperature, top_p, top_k, min_p and repetition_penalty."""

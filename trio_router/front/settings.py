@@ -48,5 +48,5 @@ class FrontSettings:
     """Of one request, over all its prompts."""
     max_response_chars: int = 32 * MIB
     """Text collected for one client that does not stream."""
-    offload_chars: int = 2048
-    """Prompts from this length on are rendered and tokenized through `offload`."""
+    offload_bytes: int = 2048
+    """Of a request's body, from which on its prompt is rendered and tokenized through `offload`."""

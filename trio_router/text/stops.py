@@ -15,14 +15,14 @@ class StopMatcher:
     """Withholds only the longest suffix that may still become a stop string (a proper prefix of one).
 
     An Aho-Corasick automaton over the stop strings: its state *is* the withheld suffix. Empty stop strings are
-    ignored. One matcher serves one choice of one request.
+    ignored. One matcher serves one choice of one request; the choices share the automaton.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "matched")
 
-    def __init__(self, stops: Iterable[str], *, include: bool = False) -> None:
+    def __init__(self, stops: Iterable[str] | StopAutomaton, *, include: bool = False) -> None:
         """`include` keeps the matched stop string in the text, instead of ending the text before it."""
-        self._automaton = _Automaton([stop for stop in stops if stop])
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._include = include
         self._state = 0
         self._held = ""
@@ -57,18 +57,22 @@ class StopMatcher:
         return held
 
 
-class _Automaton:
-    """States are the prefixes of the stop strings, 0 the empty one; built in time and memory linear in their length."""
+class StopAutomaton:
+    """The stop strings of a request, made ready to be looked for.
+
+    States are their prefixes, 0 the empty one; it takes time and memory in proportion to their length (a microsecond
+    and 300 bytes for each character), so whoever takes stop strings from outside has to bound them.
+    """
 
     __slots__ = ("_children", "_fallback", "completed", "depth", "first")
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: Iterable[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self.depth = [0]
         # The longest stop string that ends in this state; "" if none does.
         self.completed = [""]
-        for stop in stops:
+        for stop in filter(None, stops):
             self._add(stop)
         self._link()
         self.first = frozenset(self._children[0])

@@ -185,12 +185,15 @@ def content() -> Callable[..., str]:
 def serve(launch, tokenizer) -> Callable[..., Awaitable[object]]:
     """`site = await serve(router, capacity=..., front={...}, **http_settings)`."""
 
-    async def serve_front(router: ScriptedRouter, *, capacity: int = 65536, front: dict | None = None, **http: float):
+    async def serve_front(
+        router: ScriptedRouter, *, capacity: int = 65536, front: dict | None = None, context: int | None = None, **http
+    ):
         numbers = itertools.count(1)
         made = HttpFront(
             router,
             LoadedText(tokenizer),
             settings=FrontSettings(http=HttpSettings(**http), **(front or {})),
+            context_length=lambda model: context,
             ids=lambda: f"{next(numbers):032x}",
             clock=lambda: 1_700_000_000.9,
         )

@@ -193,3 +193,36 @@ async def test_fields_that_change_nothing_are_fine(autojump_clock, serve, script
     harmless = {"prompt": "a", "echo": False, "suffix": "", "best_of": 1, "user": "me", "logprobs": None}
 
     assert (await client.post(COMPLETIONS, harmless)).status == 200
+
+
+# limits
+
+
+@pytest.mark.parametrize("prompt", ["hello " * 100, [300] * 100, ["hi", "hello " * 100], [[300], [300] * 100]])
+async def test_a_prompt_that_the_context_cannot_hold_costs_no_worker_anything(
+    autojump_clock, serve, scripted, prompt
+) -> None:
+    router = scripted([])
+    client = await (await serve(router, context=50)).connect()
+
+    response = await client.post(COMPLETIONS, {"prompt": prompt})
+
+    assert (response.status, response.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert router.requests == []
+
+
+async def test_more_choices_than_are_allowed_are_refused_before_any_work(
+    autojump_clock, serve, scripted, tokenizer, monkeypatch
+) -> None:
+    def refuse(*args, **options) -> None:
+        raise AssertionError("a prompt was tokenized")
+
+    monkeypatch.setattr(tokenizer, "encode", refuse)
+    client = await (await serve(scripted([]), front={"max_choices": 5})).connect()
+
+    one = await client.post(COMPLETIONS, {"prompt": "a", "n": 6})
+    many = await client.post(COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2})
+
+    assert one.json["error"]["message"] == "n=6 asks for 6 choices, more than the limit of 5"
+    assert many.json["error"]["message"] == "n=2 for each of 3 prompts asks for 6 choices, more than the limit of 5"
+    assert {one.status, many.status} == {400}

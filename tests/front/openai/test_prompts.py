@@ -9,6 +9,7 @@ from trio_router.errors import BadRequest, Unsupported
 from trio_router.front.openai.prompts import chat_messages, chat_prompt, completion_prompts, ids_prompt, text_prompt
 from trio_router.front.openai.schema import ChatRequest, parse
 from trio_router.text.template import ChatTemplate
+from trio_router.text.tokenizer import PromptTooLong
 
 
 def chat(messages: list[dict], **fields: object) -> ChatRequest:
@@ -21,13 +22,15 @@ class FakeTokenizer:
     def __init__(self, template: str | None) -> None:
         self.template = None if template is None else ChatTemplate(template)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens:
+            raise PromptTooLong("too long")
         return [1] * add_special_tokens + [ord(character) for character in text]
 
 
 def rendered(template: str, **fields: object) -> str:
     request = chat([{"role": "user", "content": "hi"}], **fields)
-    return chat_prompt(request, chat_messages(request), tokenizer=FakeTokenizer(template)).original_text
+    return chat_prompt(request, tokenizer=FakeTokenizer(template)).original_text
 
 
 def test_messages_keep_what_they_have_and_nothing_else() -> None:
@@ -84,7 +87,7 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
     request = chat([{"role": "user", "content": "hi"}])
 
     with pytest.raises(BadRequest, match="no chat template") as caught:
-        chat_prompt(request, chat_messages(request), tokenizer=FakeTokenizer(None))
+        chat_prompt(request, tokenizer=FakeTokenizer(None))
 
     assert caught.value.error_code == "process_messages_failed"
 
@@ -113,6 +116,16 @@ def test_prompts_come_in_four_forms(prompt, prompts) -> None:
 def test_mixtures_of_them_are_refused(prompt) -> None:
     with pytest.raises(BadRequest):
         completion_prompts(prompt)
+
+
+def test_a_prompt_that_the_context_cannot_hold_is_refused() -> None:
+    request = chat([{"role": "user", "content": "hi"}])
+
+    with pytest.raises(PromptTooLong):
+        chat_prompt(request, tokenizer=FakeTokenizer("abcdef"), max_tokens=5)
+    with pytest.raises(PromptTooLong, match="the prompt has 6 tokens, the model's context 5"):
+        ids_prompt([1] * 6, max_tokens=5)
+    assert ids_prompt([1] * 5, max_tokens=5).input_ids == [1] * 5
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:

@@ -143,3 +143,13 @@ def test_a_constraint_that_makes_no_sense_is_refused(fields: dict) -> None:
 def test_prompt_logprobs_are_unsupported() -> None:
     with pytest.raises(Unsupported):
         mapped(prompt_logprobs=1)
+
+
+@pytest.mark.parametrize("stop", ["x" * 4097, ["x" * 2000] * 3])
+def test_stop_strings_that_would_take_too_much_memory_to_look_for_are_refused(stop: object) -> None:
+    with pytest.raises(BadRequest, match="stop: at most 4096 characters"):
+        mapped(stop=stop)
+
+
+def test_as_many_as_are_allowed_are_passed_on() -> None:
+    assert mapped(stop=["x" * 1024] * 4).stop == ["x" * 1024] * 4

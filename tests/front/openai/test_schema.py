@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_router.errors import BadRequest
-from trio_router.front.openai.schema import ChatRequest, CompletionRequest, parse
+from trio_router.errors import BadRequest, TooLarge
+from trio_router.front.openai.schema import MAX_JSON_VALUES, ChatRequest, CompletionRequest, parse
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -44,6 +44,9 @@ def chat(**fields: object) -> ChatRequest:
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {str(2**31): 1}),
+        ("logit_bias", {str(at): 1 for at in range(20_000)}),
+        ("stop", ["x"] * 2000),
+        ("stop_token_ids", [1] * 5000),
         ("ignore_eos", 1),
         ("rid", ""),
         ("stream_options", {"include_usage": "yes"}),
@@ -99,3 +102,24 @@ def test_a_schema_is_kept_as_it_was_written() -> None:
     wanted = parse(ChatRequest, body).response_format
 
     assert bytes(wanted.json_schema.schema) == schema
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b"1," * MAX_JSON_VALUES + b"1]}",
+        b'{"prompt":"","x":[' + b"[]," * (MAX_JSON_VALUES // 2) + b"1]}",
+        b'{"prompt":"","x":[' + b"{}," * (MAX_JSON_VALUES // 2) + b"1]}",
+        b'{"prompt":"","x":' + b"[" * (MAX_JSON_VALUES + 1),
+    ],
+    ids=["numbers", "lists", "objects", "depth"],
+)
+def test_a_body_of_more_values_than_can_be_decoded_at_once_is_refused_undecoded(body: bytes) -> None:
+    with pytest.raises(TooLarge, match="commas and brackets"):
+        parse(CompletionRequest, body)
+
+
+def test_a_body_that_is_long_by_its_texts_is_taken() -> None:
+    text = "No image has commas. " * MAX_JSON_VALUES
+
+    assert parse(CompletionRequest, msgspec.json.encode({"prompt": text})).prompt == text

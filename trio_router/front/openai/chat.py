@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from ...errors import Unsupported
 from ..exchange import Exchange
 from .endpoint import Services, answer_for
 from .generation import run_answer
-from .prompts import chat_messages, chat_prompt
+from .prompts import chat_prompt
 from .sampling import sampling_params
 from .schema import ChatRequest, parse
 from .shapes import ChatShape
@@ -19,14 +18,13 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat. Raises the error family as long as nothing has gone out."""
     request = parse(ChatRequest, exchange.request.body)
     refuse_unsupported(request)
+    services.check_choices(request, prompts=1)
     model = services.model(request.model)
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = sampling_params(request, max_tokens=max_tokens, defaults=services.sampling_defaults(model))
-    messages = chat_messages(request)
     tokenizer = await services.texts.get(model)
-    render = partial(chat_prompt, request, messages, tokenizer=tokenizer)
-    is_long = _chars(messages) >= services.settings.offload_chars
-    prompt = await services.offload(render) if is_long else render()
+    render = partial(chat_prompt, request, tokenizer=tokenizer, max_tokens=services.context_length(model))
+    prompt = await services.offload(render) if services.is_long(exchange.request.body) else render()
     answer = answer_for(
         request,
         [prompt],
@@ -48,11 +46,3 @@ def refuse_unsupported(request: ChatRequest) -> None:
         raise Unsupported("tools are not supported yet; leave them out or send tool_choice 'none'")
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported(f"modalities {request.modalities}: only text is generated")
-
-
-def _chars(messages: list[dict[str, Any]]) -> int:
-    contents = (message["content"] for message in messages)
-    return sum(
-        len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content or ())
-        for content in contents
-    )

@@ -11,7 +11,7 @@ import betterproto
 
 from ...protocol.messages import GenerateComplete
 from ...text.detokenizer import Detokenizer
-from ...text.stops import StopMatcher
+from ...text.stops import StopAutomaton, StopMatcher
 from ...text.tokenizer import Tokenizer
 
 NOTHING_HIDDEN: frozenset[int] = frozenset()
@@ -27,7 +27,7 @@ class TextRules:
     tokenizer: Tokenizer
     skip_special_tokens: bool = True
     hidden: frozenset[int] = NOTHING_HIDDEN
-    stops: tuple[str, ...] = ()
+    stops: StopAutomaton | tuple[str, ...] = ()
     show_stops: bool = False
 
 

@@ -20,13 +20,19 @@ async def completions(exchange: Exchange, services: Services) -> None:
     """Answer a text completion. Raises the error family as long as nothing has gone out."""
     request = parse(CompletionRequest, exchange.request.body)
     refuse_unsupported(request)
+    prompts = completion_prompts(request.prompt)
+    services.check_choices(request, prompts=len(prompts))
     model = services.model(request.model)
     sampling = sampling_params(request, max_tokens=request.max_tokens, defaults=services.sampling_defaults(model))
-    prompts = completion_prompts(request.prompt)
     tokenizer = await services.texts.get(model)
-    tokenize = partial(_inputs, prompts, tokenizer=tokenizer, add_special_tokens=bool(request.add_special_tokens))
-    is_long = sum(len(prompt) for prompt in prompts) >= services.settings.offload_chars
-    inputs = await services.offload(tokenize) if is_long else tokenize()
+    tokenize = partial(
+        _inputs,
+        prompts,
+        tokenizer=tokenizer,
+        add_special_tokens=bool(request.add_special_tokens),
+        max_tokens=services.context_length(model),
+    )
+    inputs = await services.offload(tokenize) if services.is_long(exchange.request.body) else tokenize()
     answer = answer_for(
         request,
         inputs,
@@ -52,10 +58,12 @@ def refuse_unsupported(request: CompletionRequest) -> None:
         raise Unsupported("best_of other than n is not supported")
 
 
-def _inputs(prompts: list[str | list[int]], *, tokenizer: Tokenizer, add_special_tokens: bool) -> list[TokenizedInput]:
+def _inputs(
+    prompts: list[str | list[int]], *, tokenizer: Tokenizer, add_special_tokens: bool, max_tokens: int | None
+) -> list[TokenizedInput]:
     return [
-        text_prompt(prompt, tokenizer=tokenizer, add_special_tokens=add_special_tokens)
+        text_prompt(prompt, tokenizer=tokenizer, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         if isinstance(prompt, str)
-        else ids_prompt(prompt)
+        else ids_prompt(prompt, max_tokens=max_tokens)
         for prompt in prompts
     ]

@@ -12,8 +12,9 @@ from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
 from ...offload import Offload, inline
 from ...protocol.codec import make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
+from ...text.stops import StopAutomaton
 from ...text.tokenizer import Tokenizer
-from ..seams import Router, SamplingDefaults, TextSource
+from ..seams import ContextLength, Router, SamplingDefaults, TextSource
 from ..settings import FrontSettings
 from .choice import NOTHING_HIDDEN, TextRules
 from .generation import Answer
@@ -25,6 +26,10 @@ from .shapes import ChatShape, CompletionShape
 def no_defaults(model: str) -> dict[str, float]:
     """For models without recommendations."""
     return {}
+
+
+def any_length(model: str) -> None:
+    """For models whose context length nobody tells: their workers judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,18 @@ class Services:
     clock: Callable[[], float]
     offload: Offload = inline
     sampling_defaults: SamplingDefaults = no_defaults
+    context_length: ContextLength = any_length
+
+    def is_long(self, body: bytes) -> bool:
+        """Making a prompt of this body would keep other connections waiting: a thread should do it."""
+        return len(body) >= self.settings.offload_bytes
+
+    def check_choices(self, request: GenerationRequest, *, prompts: int) -> None:
+        """Raise BadRequest for more choices than the settings allow."""
+        n, limit = request.n or 1, self.settings.max_choices
+        if n * prompts > limit:
+            each = f" for each of {prompts} prompts" if prompts > 1 else ""
+            raise BadRequest(f"n={n}{each} asks for {n * prompts} choices, more than the limit of {limit}")
 
     def model(self, wanted: str | None) -> str:
         """The model to use; the one there is when the client names none. Raises ModelNotFound, WorkerUnavailable."""
@@ -65,11 +82,7 @@ def answer_for(
     tokenizer: Tokenizer,
     services: Services,
 ) -> Answer:
-    """Decide everything else. Raises BadRequest for more choices than the settings allow."""
-    n = request.n or 1
-    limit = services.settings.max_choices
-    if n * len(prompts) > limit:
-        raise BadRequest(f"{len(prompts)} prompts with n={n} are more than {limit} choices")
+    """Decide everything else."""
     response_id = f"{id_prefix}{services.ids()}"
     request_id = request.rid or response_id
     many = len(prompts) > 1
@@ -85,7 +98,7 @@ def answer_for(
             )
             for at, prompt in enumerate(prompts)
         ],
-        n=n,
+        n=request.n or 1,
         model=model,
         rules=text_rules(request, tokenizer=tokenizer),
         shape=shape(response_id=response_id, created=int(services.clock()), model=model),
@@ -100,10 +113,11 @@ def text_rules(request: GenerationRequest, *, tokenizer: Tokenizer) -> TextRules
     hidden = frozenset(request.stop_token_ids or ())
     if not request.ignore_eos:
         hidden |= tokenizer.eos_token_ids
+    stops = stop_strings(request)
     return TextRules(
         tokenizer=tokenizer,
         skip_special_tokens=request.skip_special_tokens is not False,
         hidden=NOTHING_HIDDEN if show_stops else hidden,
-        stops=tuple(stop_strings(request)),
+        stops=StopAutomaton(stops) if stops else (),
         show_stops=show_stops,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import BadRequest, Unsupported
 from ...protocol.codec import make
 from ...protocol.messages import TokenizedInput
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizer import PromptTooLong, Tokenizer
 from .schema import ChatRequest, ContentPart, Message
 
 
@@ -20,8 +20,9 @@ def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
     return [_message(message, at=at) for at, message in enumerate(request.messages)]
 
 
-def chat_prompt(request: ChatRequest, messages: list[dict[str, Any]], *, tokenizer: Tokenizer) -> TokenizedInput:
-    """Render and tokenize a conversation; raises BadRequest."""
+def chat_prompt(request: ChatRequest, *, tokenizer: Tokenizer, max_tokens: int | None = None) -> TokenizedInput:
+    """Render and tokenize a conversation; raises BadRequest, also for more than `max_tokens`."""
+    messages = chat_messages(request)
     if tokenizer.template is None:
         raise BadRequest(
             "the model has no chat template; use /v1/completions, or give the router a template",
@@ -36,12 +37,14 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, Any]], *, tokeniz
     text = tokenizer.template.render(
         messages, add_generation_prompt=request.add_generation_prompt is not False, **variables
     )
-    return text_prompt(text, tokenizer=tokenizer, add_special_tokens=False)
+    return text_prompt(text, tokenizer=tokenizer, add_special_tokens=False, max_tokens=max_tokens)
 
 
-def text_prompt(text: str, *, tokenizer: Tokenizer, add_special_tokens: bool) -> TokenizedInput:
-    """Tokenize a prompt; raises BadRequest for one that has no tokens."""
-    return _input(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
+def text_prompt(
+    text: str, *, tokenizer: Tokenizer, add_special_tokens: bool, max_tokens: int | None = None
+) -> TokenizedInput:
+    """Tokenize a prompt; raises BadRequest for one that has no tokens, or more than `max_tokens`."""
+    return _input(text, tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens))
 
 
 def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
@@ -56,8 +59,10 @@ def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[st
     raise BadRequest("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
 
 
-def ids_prompt(token_ids: list[int]) -> TokenizedInput:
-    """A prompt that the client has tokenized; raises BadRequest for an empty one."""
+def ids_prompt(token_ids: list[int], *, max_tokens: int | None = None) -> TokenizedInput:
+    """A prompt that the client has tokenized; raises BadRequest for an empty one, or more than `max_tokens`."""
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        raise PromptTooLong(f"the prompt has {len(token_ids)} tokens, the model's context {max_tokens}")
     return _input("", token_ids)
 
 

@@ -11,6 +11,8 @@ from ...protocol.codec import make
 from ...protocol.messages import SamplingParams
 from .schema import INT32_MAX, GenerationRequest, ResponseFormat
 
+MAX_STOP_CHARACTERS: Final = 4096
+"""Of one request: looking for them takes 300 bytes of memory for each (`text.stops`)."""
 ANY_OBJECT: Final = '{"type":"object"}'
 _NO_DEFAULTS: Final[Mapping[str, float]] = MappingProxyType({})
 
@@ -59,8 +61,10 @@ def sampling_params(
 
 
 def stop_strings(request: GenerationRequest) -> list[str]:
-    """The request's stop strings; empty ones are ignored."""
+    """The request's stop strings; empty ones are ignored. Raises BadRequest for more than can be looked for."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise BadRequest(f"stop: at most {MAX_STOP_CHARACTERS} characters of stop strings in all")
     return [stop for stop in stops if stop]
 
 

@@ -10,15 +10,22 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ...errors import BadRequest
+from ...errors import BadRequest, TooLarge
 
 UINT32_MAX = 2**32 - 1
 INT32_MAX = 2**31 - 1
 
 TokenId = Annotated[int, Meta(ge=0, le=UINT32_MAX)]
+BiasedId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+MAX_JSON_VALUES = 1_000_000
+"""Of one body. What this many make of it is decoded in a tenth of a second, during which everybody waits."""
+MAX_BIASES = 16_384
+MAX_STOP_IDS = 4096
+MAX_STOPS = 1024
 
 
 class StreamOptions(Struct):
@@ -54,12 +61,12 @@ class GenerationRequest(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[Annotated[int, Meta(ge=0, le=INT32_MAX)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Meta(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -111,7 +118,14 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
 
 
 def parse(cls: type[R], body: bytes) -> R:
-    """Decode a request; raises BadRequest, which names the field by its path (`$.stop[1]`) or says what is no JSON."""
+    """Decode a request.
+
+    Raises BadRequest, which names the field by its path (`$.stop[1]`) or says what is no JSON, and TooLarge.
+    """
+    # Each value but the first follows a comma or an opening bracket; those inside texts are counted with them, but a
+    # text with so many of them is longer than any context.
+    if len(body) > MAX_JSON_VALUES and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_VALUES:
+        raise TooLarge(f"the body has more than {MAX_JSON_VALUES} commas and brackets, too many for one request")
     try:
         request: R = _DECODERS[cls].decode(body)
     except msgspec.ValidationError as exc:
