@@ -55,8 +55,11 @@ class TestVariables:
 
     def test_variables_cannot_replace_the_conversation(self):
         template = ChatTemplate("{{ messages[0].content }}")
-        with pytest.raises(TypeError, match="messages"):
-            template.render(HELLO, messages=[])
+        assert template.render(HELLO, messages=[{"content": "forged"}]) == HELLO[0]["content"]
+
+    @pytest.mark.parametrize("name", ["self", "context", "environment", "caller"])
+    def test_a_variable_may_have_any_name(self, name: str):
+        assert ChatTemplate("{{ messages[0].content }}").render(HELLO, **{name: 1}) == HELLO[0]["content"]
 
     def test_without_a_clock_there_is_no_date_function(self):
         source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}no clock{% endif %}"

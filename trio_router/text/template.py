@@ -58,6 +58,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Iterable[Mapping[str, Any]],
+        /,  # a template's variables come from clients and may have any name, `self` for one
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,

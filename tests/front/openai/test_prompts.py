@@ -70,6 +70,11 @@ def test_template_variables_are_passed_on() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["self", "messages_", "context", "environment", "template", "a b", ""])
+def test_a_template_variable_may_have_any_name(name: str) -> None:
+    assert rendered("{{ messages[0].content }}", chat_template_kwargs={name: 1}) == "hi"
+
+
 def test_what_the_api_has_fields_for_cannot_be_overridden() -> None:
     kwargs = {"messages": [], "add_generation_prompt": True, "tools": [1], "reasoning_effort": "low"}
 
