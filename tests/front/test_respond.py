@@ -112,3 +112,19 @@ def test_a_message_that_is_no_text_is_still_told() -> None:
 
     assert msgspec.json.decode(http_reply(error).body)["error"]["message"] == "bad ? byte"
     assert b"bad ? byte" in error_event(error)
+
+
+@pytest.mark.parametrize("status", [None, Status.NOT_FOUND])
+def test_a_message_that_quotes_megabytes_keeps_its_beginning_and_its_end(status: Status | None) -> None:
+    message = f"model {'x' * 1_000_000!r} is not served here; served: tiny-english"
+    error = errors.ModelNotFound(message)
+    if status is not None:
+        error = errors.WorkerRejected(message, status=status, leg="decode")
+
+    told = http_reply(error).message
+
+    assert len(told) < 1100
+    assert told.startswith("model 'xxx")
+    assert told.endswith("xx' is not served here; served: tiny-english")
+    assert grpc_reply(error).message == told
+    assert len(error_event(error)) < 1200

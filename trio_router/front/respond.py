@@ -40,6 +40,8 @@ HTTP_OF_GRPC: Final = MappingProxyType(
 )
 """HTTP status for a status that a worker's call ended with."""
 
+MAX_MESSAGE_CHARS: Final = 1000
+"""Of what a client is told. Messages quote what it sent, which may be megabytes, or what a worker said."""
 INTERNAL_MESSAGE: Final = "internal error"
 """All that a client learns of an exception nobody planned."""
 
@@ -84,9 +86,9 @@ def grpc_reply(error: BaseException) -> GrpcReply:
     """Map any exception to a gRPC status; a worker's own status is passed on as it came."""
     leaf = single(error)
     if isinstance(leaf, WorkerRejected):
-        return GrpcReply(status=leaf.status, message=leaf.message, details=leaf.details)
+        return GrpcReply(status=leaf.status, message=_clipped(leaf.message), details=leaf.details)
     if isinstance(leaf, RouterError):
-        return GrpcReply(status=leaf.grpc_status, message=leaf.message)
+        return GrpcReply(status=leaf.grpc_status, message=_clipped(leaf.message))
     return GrpcReply(status=Status.INTERNAL, message=INTERNAL_MESSAGE)
 
 
@@ -128,4 +130,12 @@ def _http_reply(status: int, *, code: str, message: str, extra: tuple[tuple[byte
 
 def _printable(message: str) -> str:
     # A worker's status message may hold lone surrogates, which JSON cannot carry.
-    return message.encode("utf-8", "replace").decode("utf-8")
+    return _clipped(message).encode("utf-8", "replace").decode("utf-8")
+
+
+def _clipped(message: str) -> str:
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    # The end of a message may say what to do.
+    half = MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} ... {message[-half:]}"
