@@ -43,7 +43,7 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
     view = RequestView(
         message=message,
         client_id=get_string(message, REQUEST_ID) or "",
-        n=get_varint(message, N) or 1,
+        n=choices(message),
     )
     if disaggregated and get_varint(message, PROMPT_LOGPROBS) is not None:
         raise BadRequest("prompt_logprobs is not available behind a prefill/decode pair: leave it out")
@@ -53,6 +53,11 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
 def client_streams(message: bytes) -> bool:
     """Whether the client wants delta frames as they come."""
     return bool(get_varint(message, STREAM))
+
+
+def choices(message: bytes) -> int:
+    """How many samples the client wants."""
+    return get_varint(message, N) or 1
 
 
 def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) -> bytes:

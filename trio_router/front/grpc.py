@@ -14,9 +14,9 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from ..dispatch.aggregate import Aggregator
-from ..dispatch.legs import client_streams
+from ..dispatch.legs import choices, client_streams
 from ..dispatch.router import Router
-from ..errors import RequestAborted, RouterError, WorkerUnavailable
+from ..errors import RequestAborted, RouterError
 from ..protocol.codec import encode
 from ..protocol.messages import (
     AbortRequest,
@@ -46,6 +46,9 @@ GENERATE: Final = f"/{SERVICE}/Generate"
 TOKENIZER_CHUNK_BYTES: Final = 65_536
 """The size workers use for the same call."""
 
+MAX_CHOICES: Final = 128
+"""Of an aborted request: a client may ask for four thousand million, and only a worker would have refused that."""
+
 
 def grpc_server(router: Router, *, settings: ServerSettings | None = None) -> Server:
     """A server that speaks for `router`; the caller runs `serve` on a listener of its own."""
@@ -66,8 +69,10 @@ class _Generate:
         try:
             await self._relay(call, message)
         except RequestAborted:
-            # What a worker does with an abort: an OK stream whose complete frame says so.
-            await call.send(encode(GenerateResponse(complete=GenerateComplete(finish_reason="abort"))))
+            # What a worker does with an abort: an OK stream in which every choice ends with a frame that says so.
+            for index in range(min(choices(message), MAX_CHOICES)):
+                end = GenerateComplete(finish_reason="abort", index=index)
+                await call.send(encode(GenerateResponse(complete=end)))
         except RouterError as exc:
             reply = grpc_reply(exc)
             raise GRPCError(reply.status, reply.message, reply.details) from exc
@@ -115,10 +120,7 @@ class _Engine(VllmEngineBase):
         )
 
     async def get_tokenizer(self, get_tokenizer_request: GetTokenizerRequest) -> AsyncIterator[GetTokenizerChunk]:
-        try:
-            archive, sha256 = await self._router.tokenizer_bundle()
-        except WorkerUnavailable as exc:
-            raise GRPCError(Status.UNAVAILABLE, exc.message) from exc
+        archive, sha256 = await self._router.tokenizer_bundle()
         for at in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
             piece = archive[at : at + TOKENIZER_CHUNK_BYTES]
             is_last = at + TOKENIZER_CHUNK_BYTES >= len(archive)
