@@ -39,8 +39,7 @@ class KeepaliveSettings:
     Nothing is sent before the peer has been silent for `interval`. A ping that nothing follows for `timeout` shows the
     connection dead. `while_idle`: also when it has no call. After three pings in one silence the next ones are
     `slow_interval` apart, so that a server that was left at gRPC's defaults does not end a long prefill over them.
-    `allowed` is how often the peer lets itself be pinged: no interval may be below it. An infinite `interval` means
-    no pings.
+    `allowed` is how often the peer lets itself be pinged: no interval may be below it.
     """
 
     interval: float = 30.0
@@ -52,7 +51,7 @@ class KeepaliveSettings:
     def __post_init__(self) -> None:
         if not 0 < self.allowed <= self.interval:
             raise ConfigError(f"keepalive every {self.interval:g} s: peers allow a ping every {self.allowed:g} s")
-        if self.slow_interval < self.interval:
+        if not self.interval <= self.slow_interval < math.inf:
             raise ConfigError(
                 f"keepalive slows down from {self.interval:g} s to {self.slow_interval:g} s, which is not slower"
             )

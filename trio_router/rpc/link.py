@@ -7,7 +7,6 @@ nothing of calls beyond the methods of `StreamOwner`.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -358,8 +357,7 @@ class _Keepalive:
         self._watch = Watch(pace, now=trio.current_time())
 
     def begin(self) -> None:
-        if self._watch.next_look < math.inf:
-            self._link.watch(self, deadline=self._watch.next_look)
+        self._link.watch(self, deadline=self._watch.next_look)
 
     def expired(self) -> None:
         link = self._link

@@ -35,12 +35,12 @@ class ChannelSettings:
 
     `connect_timeout` is in seconds and covers resolving, dialing and the peer's first words (its SETTINGS). Bulk calls
     leave `control_streams` free on each link (at most half of what the peer allows); when that makes every link full,
-    another one is dialed, up to `max_links`.
+    another one is dialed, up to `max_links`. Without `keepalive` silent peers are not pinged.
     """
 
     connect_timeout: float = 10.0
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
-    keepalive: KeepaliveSettings = field(default_factory=KeepaliveSettings)
+    keepalive: KeepaliveSettings | None = field(default_factory=KeepaliveSettings)
     control_streams: int = CONTROL_STREAMS
     max_links: int = 64
     http2: Http2Settings = field(default_factory=Http2Settings)
@@ -100,7 +100,7 @@ class Links:
         self._settings = settings
         self._on_state = on_state
         self._chance = chance
-        self._pace = Pace(settings.keepalive)
+        self._pace = Pace(settings.keepalive) if settings.keepalive is not None else None
         self._backoff = Backoff(settings.backoff)
         self._made_at: dict[Link, float] = {}  # those that take calls
         self._attempt: _Attempt | None = None

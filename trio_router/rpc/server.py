@@ -25,6 +25,7 @@ from ..http2.settings import Http2Settings
 from ..http2.streams import Role
 from ..protocol.codec import decode, encode
 from ..scopes import plain_errors
+from .keepalive import KeepaliveSettings, Pace, PingLimits
 from .link import Link
 from .servercall import ServerCall
 from .transport import Listener, Transport
@@ -42,9 +43,15 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Bounds of a server. `max_connections` keeps descriptors below the system's limit."""
+    """Bounds of a server. `max_connections` keeps descriptors below the system's limit.
+
+    `ping_limits`: how often clients may ping. `keepalive`: how silent clients are pinged; without it those whose host
+    has vanished are found by TCP, in two minutes.
+    """
 
     max_connections: int = 1024
+    ping_limits: PingLimits = field(default_factory=PingLimits)
+    keepalive: KeepaliveSettings | None = None
     http2: Http2Settings = field(default_factory=Http2Settings)
 
 
@@ -100,14 +107,17 @@ class Server:
             _drain(link)
 
     async def _serve_connection(self, transport: Transport) -> None:
+        settings = self._settings
         link: Link
         try:
             async with trio.open_nursery() as calls:
                 link = Link(
                     transport,
-                    Connection(Role.SERVER, settings=self._settings.http2),
+                    Connection(Role.SERVER, settings=settings.http2),
                     # The call takes its stream here and not in its task: the next batch may come before that runs.
                     on_stream=lambda stream: calls.start_soon(self._serve_call, ServerCall(link, stream), link),
+                    pace=Pace(settings.keepalive) if settings.keepalive is not None else None,
+                    ping_limits=settings.ping_limits,
                 )
                 self._links[link] = None
                 if self._draining:

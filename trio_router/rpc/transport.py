@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
 import trio
@@ -25,6 +26,18 @@ CONNECT_TIMEOUT: Final = 10.0
 
 UNIX_SCHEME: Final = "unix:"
 """Begins the address of a UNIX socket; its path follows."""
+
+# Where a host vanishes, the kernel finds it out in two minutes, whether something is being sent or not, and whatever is
+# pinged above. Not sooner: a reader that takes nothing for a while looks the same to it as one that has gone.
+_TCP_OPTIONS: Final = (
+    ("TCP_KEEPIDLE", 60),
+    ("TCP_KEEPALIVE", 60),  # the same on macOS
+    ("TCP_KEEPINTVL", 20),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 120_000),  # of Linux, in milliseconds
+    # Tokens are small and must not wait for an acknowledgement of the one before (Nagle).
+    ("TCP_NODELAY", 1),
+)
 
 ACCEPT_BACKLOG: Final = 1024
 _ACCEPT_PAUSE: Final = 0.1
@@ -93,8 +106,7 @@ class SocketTransport:
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            # Tokens are small and must not wait for an acknowledgement of the one before (Nagle).
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _tune(sock)
         self._socket = sock
         self.peer = peer
 
@@ -144,6 +156,14 @@ class SocketTransport:
         if self._socket.fileno() < 0:
             raise LinkError(f"connection to {self.peer} is closed")
         return self._socket
+
+
+def _tune(sock: socket.socket) -> None:
+    with suppress(OSError):  # of a peer that has gone already, as the first read will tell
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_OPTIONS:
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class SocketListener:
