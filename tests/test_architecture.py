@@ -42,7 +42,13 @@ ALLOWED: dict[str, set[str]] = {
 """package or module at the top -> the others it may import. This table is the definition."""
 
 PURE = ["http2", "protocol", "policy", "text"]
-PURE_MODULES = [f"dispatch/{name}.py" for name in ("aggregate", "connectors", "handoff", "kvparams", "legs", "retry", "timeline")]
+PURE_MODULES = [
+    *(
+        f"dispatch/{name}.py"
+        for name in ("aggregate", "connectors", "handoff", "kvparams", "legs", "retry", "timeline")
+    ),
+    *(f"rpc/{name}.py" for name in ("backoff", "keepalive")),
+]
 IMPURE_IMPORTS = {"trio", "socket", "time", "random", "logging", "asyncio", "threading"}
 
 MAX_MODULE_LINES = 500

@@ -105,31 +105,31 @@ class Watch:
 
     def look(self, now: float, *, reads: int, busy: bool) -> Verdict:
         """`reads` counts what has been received so far, `busy` says whether the connection has calls."""
-        heard, self._reads = reads != self._reads, reads
-        verdict = self._judge_answer(heard) if self._waiting else self._judge_silence(now, heard=heard, busy=busy)
-        pause = self._pace.settings.timeout if verdict is Verdict.PING else self._pace.interval / LOOKS
-        self.next_look = now + pause
-        return verdict
+        came, self._reads = reads - self._reads, reads
+        self.next_look = now + self._pace.interval / LOOKS
+        return self._judge_answer(now, came=came) if self._waiting else self._judge_silence(now, came=came, busy=busy)
 
-    def _judge_answer(self, heard: bool) -> Verdict:
+    def _judge_answer(self, now: float, *, came: int) -> Verdict:
         self._waiting = False
-        # The answer is as old as the ping. What else came in that time is not told from it, and earns no more pings.
-        self._heard_at = self._pinged_at
-        return Verdict.FINE if heard else Verdict.DEAD
+        # The answer is about as old as the ping. What else came earns no further pings: it may be part of the answer.
+        self._heard_at = self._pinged_at if came <= 1 else now
+        return Verdict.FINE if came else Verdict.DEAD
 
-    def _judge_silence(self, now: float, *, heard: bool, busy: bool) -> Verdict:
+    def _judge_silence(self, now: float, *, came: int, busy: bool) -> Verdict:
         pace = self._pace
-        if heard:
+        if came:
             self._heard_at = now
             self._free = FREE_PINGS  # a server forgets its strikes when it sends something
         if not busy and not pace.settings.while_idle:
             return Verdict.FINE
-        since = now - self._heard_at if self._free else now - self._pinged_at
-        if since < (pace.interval if self._free else pace.slow_interval):
+        due = self._heard_at + pace.interval if self._free else self._pinged_at + pace.slow_interval
+        if now < due:
+            self.next_look = min(self.next_look, due)
             return Verdict.FINE
         self._free = max(0, self._free - 1)
         self._pinged_at = now
         self._waiting = True
+        self.next_look = now + pace.settings.timeout
         return Verdict.PING
 
 
