@@ -88,7 +88,7 @@ class Wire:
         if sum(len(name) + len(value) + 4 for name, value in event.headers) > self._max_header_bytes:
             raise HeadersTooLarge("the request headers are too large")
         if event.http_version not in (b"1.0", b"1.1"):
-            raise MalformedHttp("only HTTP/1.0 and HTTP/1.1 are spoken here")
+            raise MalformedHttp("only HTTP/1.0 and HTTP/1.1 are spoken here; gRPC has a port of its own")
         self._bodiless = event.method == b"HEAD"
         return _head(event)
 
@@ -147,7 +147,12 @@ class Wire:
         try:
             return self._h11.next_event()
         except h11.RemoteProtocolError as exc:
-            raise _FAULTS.get(exc.error_status_hint, MalformedHttp)(str(exc)) from exc
+            raise _FAULTS.get(exc.error_status_hint, MalformedHttp)(_words(exc)) from exc
+
+
+def _words(error: h11.RemoteProtocolError) -> str:
+    """What h11 says, without the bytes it quotes as Python writes them."""
+    return str(error).partition(": bytearray(")[0]
 
 
 def _head(request: h11.Request) -> RequestHead:
