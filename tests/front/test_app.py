@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import trio
+import trio.testing
 
 from trio_router.front.app import HttpFront
 from trio_router.front.seams import Readiness
+from trio_router.observe.hooks import Observer
 
 
 class IdleRouter:
@@ -37,12 +40,13 @@ class NoText:
 def connect(launch):
     """A client of a front: `await connect(router=..., texts=..., readiness=...)`."""
 
-    async def connect_to(*, router=None, texts=None, readiness=None):
+    async def connect_to(*, router=None, texts=None, readiness=None, observer=None):
         numbers = itertools.count(1)
         front = HttpFront(
             router or IdleRouter("tiny-english"),
             texts or NoText(),
             readiness=readiness,
+            observer=observer,
             ids=lambda: f"{next(numbers):032x}",
         )
         site = await launch(front, server=front.server)
@@ -171,6 +175,91 @@ async def test_case_c3_headers_are_said_once_and_are_right(autojump_clock, conne
     assert len(names) == len(set(names))
     assert {"date", "content-type", "content-length", "x-request-id"} <= set(names)
     assert not {"connection", "keep-alive", "transfer-encoding", "upgrade", "server"} & set(names)
+
+
+# refusals: a request that never became one of the router's has no record, and is accounted for all the same
+
+
+class Refusals(Observer):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, str]] = []
+
+    def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+        self.told.append((request_id, client, code))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected"),
+    [
+        ("GET", "/nowhere", b"", ("http", "route_not_found")),
+        ("DELETE", "/v1/models", b"", ("http", "method_not_allowed")),
+        ("GET", "/v1/models/gpt", b"", ("http", "model_not_found")),
+        ("POST", "/v1/chat/completions", b"{", ("chat", "malformed_json")),
+        ("POST", "/v1/chat/completions", b"{}", ("chat", "invalid_request_parameters")),
+        ("POST", "/v1/completions", b'{"prompt": "x", "echo": true}', ("completions", "not_implemented")),
+    ],
+)
+async def test_what_is_refused_is_told_once_with_its_id(autojump_clock, connect, method, path, body, expected) -> None:
+    refusals = Refusals()
+    client, _ = await connect(observer=refusals)
+
+    response = await client.request(method, path, body=body)
+
+    assert response.status >= 400
+    assert refusals.told == [(response.header("x-request-id"), *expected)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"\x16\x03\x01 hello\r\n\r\n", "malformed_http"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n", "payload_too_large"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nfoo: " + b"x" * 40_000 + b"\r\n\r\n", "headers_too_large"),
+        (b"GET / HTTP/1.1\r\n", "request_read_timeout"),
+    ],
+)
+async def test_so_is_what_could_not_be_read(autojump_clock, connect, sent: bytes, code: str) -> None:
+    refusals = Refusals()
+    client, _ = await connect(observer=refusals)
+
+    await client.send(sent)
+    response = await client.response()
+
+    assert response.json["error"]["code"] == code
+    assert refusals.told == [(response.header("x-request-id"), "http", code)]
+    assert response.header("date") is not None
+
+
+async def test_so_is_a_client_that_leaves_before_its_request_is_one_of_the_router_s(autojump_clock, connect) -> None:
+    class SlowText(NoText):
+        async def get(self, model: str) -> None:
+            await trio.sleep_forever()
+
+    refusals = Refusals()
+    client, _ = await connect(observer=refusals, texts=SlowText())
+    await client.send(wire(b'{"messages":[{"role":"user","content":"x"}]}'))
+    await trio.testing.wait_all_tasks_blocked()
+
+    client.leave()
+    await trio.testing.wait_all_tasks_blocked()
+
+    assert [told[1:] for told in refusals.told] == [("chat", "client_gone")]
+
+
+def wire(body: bytes) -> bytes:
+    return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+async def test_what_is_answered_is_no_refusal(autojump_clock, connect) -> None:
+    refusals = Refusals()
+    client, front = await connect(observer=refusals, readiness=lambda: Readiness(ready=False))
+
+    for path in ("/health", "/v1/models", "/readiness"):
+        await client.request("GET", path)
+
+    await trio.testing.wait_all_tasks_blocked()
+    assert refusals.told == []
+    assert front.server.responses == {200: 2, 503: 1}
 
 
 # readiness

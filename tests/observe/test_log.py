@@ -92,6 +92,20 @@ class TestLines:
         assert entry["level"] == "info"
         assert request_fields(RECORD).items() <= entry.items()
 
+    def test_a_refused_request_is_exactly_one_line_and_no_warning(self, stream):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        RequestLog().request_refused(request_id="req-1\n", client="chat", code="malformed_json")
+        [line] = stream.getvalue().splitlines()
+        entry = json.loads(line)
+        assert {name: entry[name] for name in ("event", "level", "request_id", "outcome", "code", "client")} == {
+            "event": "request",
+            "level": "info",
+            "request_id": "req-1?",
+            "outcome": "refused",
+            "code": "malformed_json",
+            "client": "chat",
+        }
+
     @pytest.mark.parametrize(
         ("outcome", "level"),
         [

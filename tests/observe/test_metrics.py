@@ -82,6 +82,22 @@ class TestRequests:
         assert scrape.value("trio_router_requests_ended_total", outcome="ok") == 1
         assert scrape.value("trio_router_requests_ended_total", outcome="client_left") == 1
 
+    def test_a_refused_one_is_counted_by_its_code_and_was_never_in_flight(self, metrics):
+        metrics.request_refused(request_id="a", client="chat", code="malformed_json")
+        metrics.request_refused(request_id="b", client="http", code="route_not_found")
+        scrape = Scrape(metrics)
+        refused = "trio_router_requests_refused_total"
+        assert scrape.value(refused, endpoint="chat", code="malformed_json") == 1
+        assert scrape.value(refused, endpoint="http", code="route_not_found") == 1
+        assert scrape.value("trio_router_requests_in_flight") == 0
+        assert scrape.series("trio_router_requests_ended_total") == []
+
+    def test_http_responses_are_counted_by_status(self, metrics):
+        metrics.http_responses = lambda: {404: 2, 200: 5}
+        scrape = Scrape(metrics)
+        assert scrape.value("trio_router_http_responses_total", status="200") == 5
+        assert scrape.value("trio_router_http_responses_total", status="404") == 2
+
     def test_times_count_from_the_request_s_arrival(self, metrics):
         end(metrics)
         scrape = Scrape(metrics)

@@ -14,24 +14,29 @@ from urllib.parse import unquote
 import msgspec
 import trio
 
+from ..observe.hooks import Observer
 from ..offload import Offload, inline
 from ..rpc.transport import Listener
-from .exchange import Exchange
-from .faults import MethodNotAllowed, NoSuchRoute, UnsupportedMedia
+from .exchange import Exchange, is_request_id
+from .faults import ClientGone, MethodNotAllowed, NoSuchRoute, UnsupportedMedia
 from .http import HttpServer
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.endpoint import Services, any_length, no_defaults
 from .openai.models import list_models, show_model
+from .respond import http_reply
 from .seams import ContextLength, Readiness, Router, SamplingDefaults, TextSource
 from .settings import FrontSettings
+from .wire import Headers
 
 Route = Callable[[Exchange], Awaitable[None]]
 TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 JSON: Final = (b"content-type", b"application/json")
 
 _MODEL_PATH: Final = "/v1/models/"
-_MAX_ID_CHARS: Final = 128
+# How records and logs name what serves a path; everything else is "http".
+_CLIENTS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+_ANY_CLIENT: Final = "http"
 
 
 def random_id() -> str:
@@ -56,6 +61,7 @@ class HttpFront:
         sampling_defaults: SamplingDefaults = no_defaults,
         context_length: ContextLength = any_length,
         offload: Offload = inline,
+        observer: Observer | None = None,
         ids: Callable[[], str] = random_id,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -63,6 +69,7 @@ class HttpFront:
         self._router = router
         self._texts = texts
         self._ids = ids
+        self._observer = observer or Observer()
         self._readiness = readiness or self._router_readiness
         self._services = services = Services(
             router=router,
@@ -74,7 +81,7 @@ class HttpFront:
             sampling_defaults=sampling_defaults,
             context_length=context_length,
         )
-        self._server = HttpServer(self.handle, settings=settings.http, clock=clock)
+        self._server = HttpServer(self.handle, settings=settings.http, clock=clock, on_refusal=self._refused)
         self._routes: dict[str, dict[str, Route]] = {
             "/v1/chat/completions": {"POST": lambda exchange: chat_completions(exchange, services)},
             "/v1/completions": {"POST": lambda exchange: completions(exchange, services)},
@@ -102,12 +109,34 @@ class HttpFront:
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one exchange. Raises the error family; whoever called turns it into the response."""
+        given = (exchange.request.header(b"x-request-id") or b"").decode("latin-1")
+        exchange.given_id = given if is_request_id(given) else None
+        exchange.name(exchange.given_id or self._new_id())
+        try:
+            await self._answer(exchange)
+        except BaseException as exc:
+            if not exchange.recorded:
+                self._tell_refusal(exchange, exc)
+            raise
+
+    async def _answer(self, exchange: Exchange) -> None:
         request = exchange.request
-        exchange.always = ((b"x-request-id", self._request_id(exchange)),)
         coding = request.header(b"content-encoding")
         if coding is not None and coding.lower() != b"identity":
             raise UnsupportedMedia("request bodies are read as they are; send no content-encoding")
         await self._route(request.method, request.path)(exchange)
+
+    def _tell_refusal(self, exchange: Exchange, error: BaseException) -> None:
+        # What is no Exception is a cancel: the client has left.
+        code = http_reply(error).code if isinstance(error, Exception) else ClientGone.code
+        client = _CLIENTS.get(exchange.request.path, _ANY_CLIENT)
+        self._observer.request_refused(request_id=exchange.request_id, client=client, code=code)
+
+    def _refused(self, code: str) -> Headers:
+        """A request that could not be read has an id all the same, so that it can be found in the log."""
+        request_id = self._new_id()
+        self._observer.request_refused(request_id=request_id, client=_ANY_CLIENT, code=code)
+        return ((b"x-request-id", request_id.encode("ascii")),)
 
     def _route(self, method: str, path: str) -> Route:
         methods = self._routes.get(path)
@@ -116,12 +145,8 @@ class HttpFront:
             methods = {"GET": lambda exchange: show_model(exchange, self._services, name=name)}
         return pick(methods, method=method, path=path)
 
-    def _request_id(self, exchange: Exchange) -> bytes:
-        """The client's own id if it is one, else a new one."""
-        given = exchange.request.header(b"x-request-id")
-        if given and len(given) <= _MAX_ID_CHARS and all(0x21 <= byte <= 0x7E for byte in given):
-            return given
-        return f"req-{self._ids()}".encode("ascii")
+    def _new_id(self) -> str:
+        return f"req-{self._ids()}"
 
     def _router_readiness(self) -> Readiness:
         return Readiness(ready=self._router.ready, reason="" if self._router.ready else "insufficient healthy workers")

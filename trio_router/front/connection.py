@@ -14,15 +14,23 @@ import trio
 
 from ..errors import LinkError, RouterError, TooLarge
 from ..rpc.transport import Transport
-from .exchange import Exchange
+from .exchange import Exchange, http_date
 from .faults import BodiesBusy, ClientGone, RequestTooSlow
 from .outbox import Outbox
 from .respond import http_reply, is_planned
 from .settings import HttpSettings
-from .wire import Body, HttpRequest, RequestHead, Wire
+from .wire import Body, Headers, HttpRequest, RequestHead, Wire
 
 Handler = Callable[[Exchange], Awaitable[None]]
 """Answers one exchange; what it raises becomes the response if none has begun, else ends the connection."""
+
+OnRefusal = Callable[[str], Headers]
+
+
+def nothing_to_add(code: str) -> Headers:
+    """For servers that keep no account of refusals."""
+    return ()
+
 
 _RECEIVE_BYTES: Final = 65_536
 _log = logging.getLogger(__name__)
@@ -52,8 +60,8 @@ class HttpConnection:
     """Serves one transport until either side has had enough."""
 
     __slots__ = (
-        "_budget", "_clock", "_draining", "_handler", "_idle", "_outbox", "_reserved", "_responses", "_scope",
-        "_settings", "_transport", "_wire", "left",
+        "_budget", "_clock", "_draining", "_handler", "_idle", "_on_refusal", "_outbox", "_reserved", "_responses",
+        "_scope", "_settings", "_transport", "_wire", "left",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +69,7 @@ class HttpConnection:
         transport: Transport,
         *,
         handler: Handler,
+        on_refusal: OnRefusal,
         settings: HttpSettings,
         budget: BodyBudget,
         responses: Counter[int],
@@ -68,6 +77,7 @@ class HttpConnection:
     ) -> None:
         self._transport = transport
         self._handler = handler
+        self._on_refusal = on_refusal
         self._settings = settings
         self._budget = budget
         self._responses = responses
@@ -281,8 +291,14 @@ class HttpConnection:
         if not self._wire.can_respond:
             return
         self._responses[reply.status] += 1
-        length = (b"content-length", b"%d" % len(reply.body))
-        head = self._wire.response_head(reply.status, headers=(length, *reply.headers, (b"connection", b"close")))
+        headers = (
+            (b"date", http_date(self._clock())),
+            (b"content-length", b"%d" % len(reply.body)),
+            *reply.headers,
+            *self._on_refusal(reply.code),
+            (b"connection", b"close"),
+        )
+        head = self._wire.response_head(reply.status, headers=headers)
         try:
             self._outbox.write(head + self._wire.response_body(reply.body))
             await self._outbox.drain()

@@ -12,7 +12,18 @@ from typing import Final
 from .outbox import Outbox
 from .wire import Headers, HttpRequest, Wire
 
+_MAX_ID_CHARS: Final = 128
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def http_date(seconds: float) -> bytes:
+    """Wall time as a date header has it."""
+    return formatdate(seconds, usegmt=True).encode("ascii")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a text may stand in a header as a request's id."""
+    return 0 < len(text) <= _MAX_ID_CHARS and all("!" <= char <= "~" for char in text)
 
 
 class Exchange:
@@ -29,7 +40,10 @@ class Exchange:
         "_writer",
         "always",
         "finished",
+        "given_id",
+        "recorded",
         "request",
+        "request_id",
         "started",
         "status",
     )
@@ -39,6 +53,11 @@ class Exchange:
     ) -> None:
         self.request = request
         self.always: Headers = ()
+        self.request_id = ""
+        # Chosen by the client, in a header.
+        self.given_id: str | None = None
+        # The router keeps a record of how this request ends, so that nobody else needs to tell.
+        self.recorded = False
         self.started = False
         self.finished = False
         self.status: int | None = None
@@ -50,6 +69,11 @@ class Exchange:
 
     def __repr__(self) -> str:
         return f"<Exchange {self.request.method} {self.request.path} status={self.status}>"
+
+    def name(self, request_id: str) -> None:
+        """Tell the client, too, by which id its request is known from here on: visible ASCII."""
+        self.request_id = request_id
+        self.always = ((b"x-request-id", request_id.encode("ascii")),)
 
     async def respond(self, status: int, *, headers: Headers = (), body: bytes = b"") -> None:
         """Send a complete response and wait until the client's socket has it; raises ClientGone."""
@@ -72,7 +96,7 @@ class Exchange:
         self.finished = True
 
     def _head(self, status: int, *, headers: Headers) -> bytes:
-        date = formatdate(self._clock(), usegmt=True).encode("ascii")
+        date = http_date(self._clock())
         closing: Headers = ((b"connection", b"close"),) if self._close() else ()
         head = self._wire.response_head(status, headers=((b"date", date), *headers, *self.always, *closing))
         self.started = True

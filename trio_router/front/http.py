@@ -15,7 +15,7 @@ import trio
 
 from ..errors import LinkError
 from ..rpc.transport import Listener, Transport
-from .connection import BodyBudget, Handler, HttpConnection
+from .connection import BodyBudget, Handler, HttpConnection, OnRefusal, nothing_to_add
 from .settings import HttpSettings
 
 _ACCEPT_PAUSE: Final = 0.1
@@ -25,11 +25,20 @@ _log = logging.getLogger(__name__)
 class HttpServer:
     """Serves HTTP/1.1 to whoever a listener lets in.
 
-    `clock` is wall time in seconds, for the date header.
+    `clock` is wall time in seconds, for the date header. `on_refusal` is told the code of each refusal of a request
+    that could not be read, and says which headers go with it.
     """
 
-    def __init__(self, handler: Handler, *, settings: HttpSettings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        settings: HttpSettings,
+        clock: Callable[[], float] = time.time,
+        on_refusal: OnRefusal = nothing_to_add,
+    ) -> None:
         self._handler = handler
+        self._on_refusal = on_refusal
         self._settings = settings
         self._clock = clock
         self._budget = BodyBudget(settings.max_bodies_bytes)
@@ -117,6 +126,7 @@ class HttpServer:
         connection = HttpConnection(
             transport,
             handler=self._handler,
+            on_refusal=self._on_refusal,
             settings=self._settings,
             budget=self._budget,
             responses=self._responses,

@@ -54,6 +54,9 @@ class Observer:
     def request_ended(self, record: RequestRecord) -> None:
         """A request reached its one terminal state."""
 
+    def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+        """A request was answered with an error, or left by its client, before it was accepted: it has no record."""
+
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         """A try ended before the client had its first byte."""
 
@@ -86,6 +89,10 @@ class Observers(Observer):
     def request_ended(self, record: RequestRecord) -> None:
         for member in self.members:
             member.request_ended(record)
+
+    def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+        for member in self.members:
+            member.request_refused(request_id=request_id, client=client, code=code)
 
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         for member in self.members:

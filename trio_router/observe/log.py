@@ -80,7 +80,7 @@ _LEVEL_OF: Final = {
 
 
 class RequestLog(Observer):
-    """One line for each request that has ended, and one for each worker that comes or goes."""
+    """One line for each request that has ended or was refused, and one for each worker that comes or goes."""
 
     def __init__(self) -> None:
         self._log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
@@ -95,6 +95,9 @@ class RequestLog(Observer):
 
     def request_ended(self, record: RequestRecord) -> None:
         self._log.log(_LEVEL_OF[record.outcome], "request", **request_fields(record))
+
+    def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+        self._log.info("request", request_id=_one_line(request_id), outcome="refused", code=code, client=client)
 
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         level = logging.INFO if ready else logging.WARNING

@@ -35,6 +35,7 @@ _ENDPOINTS: Final = {
     "completions": "completions",
     "grpc": "generate",
     "embedded": "embedded",
+    "http": "http",
 }
 _ENDED_BY_CLIENT: Final = frozenset({Outcome.OK, Outcome.CLIENT_LEFT, Outcome.ABORTED})
 
@@ -91,16 +92,20 @@ def _bounded(labels: Labels, known: Mapping[Labels, object]) -> Labels:
 
 
 class Metrics(Observer):
-    """Counts what the router tells. `workers` is asked for the fleet when a worker comes or goes, and at a scrape."""
+    """Counts what the router tells. `workers` is asked for the fleet when a worker comes or goes, and at a scrape; so
+    is `http_responses`, for how many responses have had which status.
+    """
 
     def __init__(self, workers: Callable[[], Sequence[WorkerState]] = tuple) -> None:
         self.workers = workers
+        self.http_responses: Callable[[], Mapping[int, int]] = dict
         self._models: dict[str, str] = {}
         self._disaggregated = False
         self.in_flight = 0
         self.janitor = 0
         self.requests = Counts()
         self.outcomes = Counts()
+        self.refused = Counts()
         self.durations = Durations()
         self.errors = Counts()
         self.ttft = Durations()
@@ -136,6 +141,9 @@ class Metrics(Observer):
             self.tpot.add(labels, (record.ended_at - first) / (record.output_tokens - 1))
         self.tokens.add((*labels, "input"), record.prompt_tokens)
         self.tokens.add((*labels, "output"), record.output_tokens)
+
+    def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+        self.refused.add((_ENDPOINTS.get(client, OTHER), code))
 
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         (self.retries if will_retry else self.exhausted).add((role,))
@@ -187,6 +195,13 @@ class MetricsCollector(Collector):
         m = self._metrics
         yield _counter("smg_router_requests", "Requests, counted when they end", _ROUTE, m.requests)
         yield _counter("trio_router_requests_ended", "Requests by how they ended", ("outcome",), m.outcomes)
+        yield _counter(
+            "trio_router_requests_refused",
+            "Requests answered with an error before they were accepted, by its code",
+            ("endpoint", "code"),
+            m.refused,
+        )
+        yield _responses(m.http_responses())
         yield _histogram(
             "smg_router_request_duration_seconds", "From a request's arrival to its end", _ROUTE, m.durations
         )
@@ -259,6 +274,13 @@ def _counter(name: str, text: str, labels: Sequence[str], counts: Counts) -> Cou
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.by_labels.items():
         family.add_metric(values, count)
+    return family
+
+
+def _responses(counts: Mapping[int, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily("trio_router_http_responses", "HTTP responses begun, by status", labels=("status",))
+    for status, count in sorted(counts.items()):
+        family.add_metric((str(status),), count)
     return family
 
 

@@ -75,6 +75,30 @@ async def test_without_an_id_of_the_clients_the_response_id_is_the_request_id(
     response = await client.post(CHAT, HELLO)
 
     assert router.requests[0].request_id == response.json["id"]
+    assert response.header("x-request-id") == response.json["id"]
+
+
+@pytest.mark.parametrize(
+    ("header", "rid", "known_as", "echoed"),
+    [
+        ("proxy-1", None, "proxy-1", "proxy-1"),
+        ("proxy-1", "mine", "mine", "proxy-1"),
+        (None, "mine", "mine", "mine"),
+        (None, "m\u00efne", "m\u00efne", "req-" + "0" * 31 + "1"),
+        (None, "a b\n", "a b\n", "req-" + "0" * 31 + "1"),
+    ],
+)
+async def test_a_request_is_known_by_the_id_that_its_client_gave(
+    autojump_clock, serve, scripted, frames, header, rid, known_as, echoed
+) -> None:
+    router = scripted(frames.text("hi"))
+    client = await (await serve(router)).connect()
+
+    asked = {"messages": [{"role": "user", "content": "hi"}], **({"rid": rid} if rid else {})}
+    response = await client.post(CHAT, asked, headers=f"x-request-id: {header}\r\n" if header else "")
+
+    assert router.requests[0].request_id == known_as
+    assert response.header("x-request-id") == echoed
 
 
 async def test_several_choices_are_told_in_order(autojump_clock, serve, scripted, frames) -> None:

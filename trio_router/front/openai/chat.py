@@ -28,6 +28,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     answer = answer_for(
         request,
         [prompt],
+        exchange=exchange,
         sampling=sampling,
         shape=ChatShape,
         id_prefix="chatcmpl-",

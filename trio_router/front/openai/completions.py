@@ -36,6 +36,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
     answer = answer_for(
         request,
         inputs,
+        exchange=exchange,
         sampling=sampling,
         shape=CompletionShape,
         id_prefix="cmpl-",

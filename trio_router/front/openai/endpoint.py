@@ -14,6 +14,7 @@ from ...protocol.codec import make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
 from ...text.stops import StopAutomaton
 from ...text.tokenizer import Tokenizer
+from ..exchange import Exchange, is_request_id
 from ..seams import ContextLength, Router, SamplingDefaults, TextSource
 from ..settings import FrontSettings
 from .choice import NOTHING_HIDDEN, TextRules
@@ -75,6 +76,7 @@ def answer_for(
     request: GenerationRequest,
     prompts: Sequence[TokenizedInput],
     *,
+    exchange: Exchange,
     sampling: SamplingParams,
     shape: type[ChatShape | CompletionShape],
     id_prefix: str,
@@ -82,9 +84,11 @@ def answer_for(
     tokenizer: Tokenizer,
     services: Services,
 ) -> Answer:
-    """Decide everything else."""
+    """Decide everything else, the request's id included: the body's `rid`, the header's, or the response's own."""
     response_id = f"{id_prefix}{services.ids()}"
-    request_id = request.rid or response_id
+    request_id = request.rid or exchange.given_id or response_id
+    if exchange.given_id is None and is_request_id(request_id):
+        exchange.name(request_id)
     many = len(prompts) > 1
     options = request.stream_options
     return Answer(
