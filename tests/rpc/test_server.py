@@ -294,6 +294,20 @@ class TestClientsThatMisbehave:
 
 
 class TestStopping:
+    async def test_it_closes_its_listener_and_a_successor_may_have_the_address(self, autojump_clock):
+        network = MemoryNetwork()
+        listener = network.listen()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(Server().serve, listener)
+            nursery.cancel_scope.cancel()
+        with pytest.raises(LinkError, match="nobody listens there"):
+            await network.dial(listener.address)
+        with pytest.raises(LinkError, match="closed"):
+            await listener.accept()
+        network.listen(listener.address)
+        listener.close()
+        await network.dial(listener.address)
+
     async def test_every_call_of_a_server_that_is_cancelled_ends_alike(self, autojump_clock):
         """Whichever of its tasks is cancelled first: the client is told that the server has gone, and not that somebody
         cancelled the call.

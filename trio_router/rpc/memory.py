@@ -112,7 +112,7 @@ class MemoryListener:
 
     __slots__ = ("_forget", "_receive", "_send", "address")
 
-    def __init__(self, address: str, *, forget: Callable[[str], None]) -> None:
+    def __init__(self, address: str, *, forget: Callable[[MemoryListener], None]) -> None:
         self.address = address
         self._forget = forget
         send, receive = trio.open_memory_channel[MemoryTransport](ACCEPT_BACKLOG)
@@ -136,7 +136,7 @@ class MemoryListener:
             raise LinkError(f"cannot connect to {self.address}: backlog full") from exc
 
     def close(self) -> None:
-        self._forget(self.address)
+        self._forget(self)
         self._send.close()
         # Whoever is in the queue has been told that the connection is made, so now it has to be told that it ended.
         with suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
@@ -180,5 +180,7 @@ class MemoryNetwork:
         listener.offer(theirs)
         return mine
 
-    def _forget(self, address: str) -> None:
-        self._listeners.pop(address, None)
+    def _forget(self, listener: MemoryListener) -> None:
+        # Closed a second time, it may have a successor at its address.
+        if self._listeners.get(listener.address) is listener:
+            del self._listeners[listener.address]

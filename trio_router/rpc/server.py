@@ -82,21 +82,23 @@ class Server:
 
     async def serve(self, listener: Listener, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accept until cancelled (every call is cancelled with it) or drained (returns when the last call has
-        ended).
+        ended). Closes the listener in any case.
         """
         self._listeners.append(listener)
         task_status.started()
         async with trio.open_nursery() as connections:
-            while True:
-                try:
+            try:
+                while True:
                     transport = await listener.accept()
-                except LinkError:
-                    return
-                if self._connections >= self._settings.max_connections:
-                    transport.close()
-                    continue
-                self._connections += 1
-                connections.start_soon(self._serve_connection, transport, name=f"gRPC client {transport.peer}")
+                    if self._connections >= self._settings.max_connections:
+                        transport.close()
+                        continue
+                    self._connections += 1
+                    connections.start_soon(self._serve_connection, transport, name=f"gRPC client {transport.peer}")
+            except LinkError:
+                pass  # it was closed, by a drain or by whoever opened it
+            finally:
+                listener.close()
 
     def drain(self) -> None:
         """Take no new connections or calls; calls under way go on. Who wants a deadline puts a scope around `serve`."""
