@@ -20,7 +20,7 @@ from grpclib.exceptions import GRPCError
 import trio_router.engine.assets
 from trio_router.demo.client import ChatFailed, stream_chat
 from trio_router.dispatch.router import RouterSettings
-from trio_router.engine.settings import WorkerSettings
+from trio_router.engine.settings import Faults, WorkerSettings
 from trio_router.engine.worker import Worker, open_worker
 from trio_router.errors import ConfigError, LinkError, RouterError
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
@@ -36,7 +36,7 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import Service, context_length, open_service, sampling_defaults
+from trio_router.service import LAST_WORDS, Service, context_length, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent
@@ -82,6 +82,10 @@ class Process:
             )
             async for _frame in VllmEngineStub(channel).generate(request):
                 pass
+
+    async def healthy(self) -> bool:
+        async with open_channel(GRPC, dialer=self.network.dial) as channel:
+            return (await VllmEngineStub(channel).health_check(HealthCheckRequest())).healthy
 
     async def get(self, address: str, path: str) -> tuple[int, bytes]:
         transport = await self.network.dial(address)
@@ -301,18 +305,90 @@ class TestDraining:
             await process.service.wait_ended()
             assert trio.current_time() == began
 
-    async def test_grace_has_an_end_for_both_fronts(self, network, autojump_clock):
+    async def test_case_f4_it_is_not_ready_first_and_serves_whoever_has_not_heard(self, network, autojump_clock):
+        """A balancer goes on sending until it has asked, and must not be refused meanwhile."""
         async with running(network) as process, trio.open_nursery() as nursery:
             await process.service.wait_ready()
-            nursery.start_soon(partial(cut_off, partial(process.chat, max_tokens=4000), expected=RouterError))
-            nursery.start_soon(partial(cut_off, partial(process.generate, max_tokens=4000), expected=GRPCError))
+            nursery.start_soon(process.chat)
+            process.service.drain(grace=60, settle=5)
+            for _ in range(4):
+                await trio.sleep(1)
+                status, body = await process.get(HTTP, "/readiness")
+                assert (status, msgspec.json.decode(body)["reason"]) == (503, "draining")
+                assert not await process.healthy()
+                await process.chat(max_tokens=2)
+                await process.generate(max_tokens=2)
+            await trio.sleep(1.1)
+            for address in (HTTP, GRPC):
+                with pytest.raises(LinkError, match="nobody listens"):
+                    await process.network.dial(address)
+            with trio.fail_after(5):
+                await process.service.wait_ended()
+        assert {record.outcome for record in process.ended.records} == {Outcome.OK}
+
+    async def test_case_f4_what_is_cut_off_is_told_why(self, network, autojump_clock):
+        async with running(network) as process, trio.open_nursery() as nursery:
+            await process.service.wait_ready()
+            nursery.start_soon(
+                partial(cut_off, partial(process.chat, max_tokens=4000), expected=ChatFailed, match="shutting down")
+            )
+            nursery.start_soon(
+                partial(cut_off, partial(process.generate, max_tokens=4000), expected=GRPCError, match="shutting down")
+            )
             await until(lambda: process.service.router.in_flight == 2 and len(process.events) > 3)
             began = trio.current_time()
             process.service.drain(grace=3)
             await process.service.wait_ended()
-            assert trio.current_time() - began == pytest.approx(3, abs=0.5)
-        assert process.service.router.in_flight == 0
-        assert len(process.ended.records) == 2
+            assert trio.current_time() - began == pytest.approx(3, abs=0.01)
+            assert process.service.router.in_flight == 0
+            assert [(record.outcome, record.error_code) for record in process.ended.records] == [
+                (Outcome.FAILED, "shutting_down")
+            ] * 2
+
+    async def test_case_f4_a_silent_worker_and_a_client_that_never_reads_delay_nothing(self, network, autojump_clock):
+        async with running(network) as process, trio.open_nursery() as nursery:
+            await process.service.wait_ready()
+            chat = partial(process.chat, max_tokens=4000)
+            nursery.start_soon(partial(cut_off, chat, expected=RouterError))
+            await until(lambda: len(process.events) > 3)
+            process.workers[1].faults = Faults(hang=True)
+            deaf = await network.dial(HTTP)
+            body = msgspec.json.encode({"model": "tiny-english", "prompt": "x", "max_tokens": 10, "stream": True})
+            deaf.send_nowait(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+            deaf.send_nowait(b"content-length: %d\r\n\r\n" % len(body) + body)
+            await until(lambda: process.service.router.in_flight == 2)
+            began = trio.current_time()
+            process.service.drain(grace=3)
+            await process.service.wait_ended()
+            assert trio.current_time() - began <= 3 + LAST_WORDS
+
+    async def test_a_client_that_takes_nothing_is_cut_off_in_the_end(self, network, autojump_clock):
+        async with running(network) as process:
+            await process.service.wait_ready()
+            deaf = await network.dial(HTTP)
+            body = msgspec.json.encode(
+                {"model": "tiny-english", "prompt": "x", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            )
+            deaf.send_nowait(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+            deaf.send_nowait(b"content-length: %d\r\n\r\n" % len(body) + body)
+            await trio.sleep(100)
+            assert process.service.router.in_flight == 1
+            began = trio.current_time()
+            process.service.drain(grace=3)
+            await process.service.wait_ended()
+            assert trio.current_time() - began == pytest.approx(3 + LAST_WORDS)
+            assert process.service.router.in_flight == 0
+
+    async def test_a_second_word_changes_nothing(self, network, autojump_clock):
+        async with running(network) as process, trio.open_nursery() as nursery:
+            await process.service.wait_ready()
+            nursery.start_soon(partial(cut_off, partial(process.chat, max_tokens=4000), expected=RouterError))
+            await until(lambda: len(process.events) > 3)
+            began = trio.current_time()
+            process.service.drain(grace=3)
+            process.service.drain(grace=60, settle=60)
+            await process.service.wait_ended()
+            assert trio.current_time() - began == pytest.approx(3, abs=0.01)
 
     async def test_stop_ends_everything_at_once(self, network, autojump_clock):
         async with running(network) as process, trio.open_nursery() as nursery:
@@ -328,9 +404,9 @@ class TestDraining:
         assert not any(each.ledger for each in process.workers)
 
 
-async def cut_off(run: Callable[[], Awaitable[None]], *, expected: type[Exception]) -> None:
+async def cut_off(run: Callable[[], Awaitable[None]], *, expected: type[Exception], match: str | None = None) -> None:
     """Run what a shutdown will cut off."""
-    with pytest.raises(expected):
+    with pytest.raises(expected, match=match):
         await run()
 
 

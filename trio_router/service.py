@@ -38,6 +38,8 @@ from .text.bundle import TokenizerFiles, read_directory
 OFFLOAD_THREADS: Final = 4
 """For rendering, tokenizing long prompts and loading tokenizers: enough to use a few cores, few enough that a burst of
 long prompts cannot take them all."""
+LAST_WORDS: Final = 1.0
+"""Seconds that clients get to read why they were cut off."""
 # What a model's maker may recommend; anything else in that JSON is not for a router.
 _RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _log: Final = logging.getLogger(__name__)
@@ -70,10 +72,11 @@ class Service:
         self._grpc_scope = trio.CancelScope()
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
-        self._draining = False
+        self._drain_asked = trio.Event()
+        self._settle = self._grace = 0.0
 
     def __repr__(self) -> str:
-        state = "draining" if self._draining else "serving"
+        state = "draining" if self._drain_asked.is_set() else "serving"
         return f"<Service {state} {self.addresses.http} {self.addresses.grpc} {self.router!r}>"
 
     async def wait_ready(self) -> None:
@@ -85,12 +88,16 @@ class Service:
         """Return when both fronts have ended, after `drain` or `stop`."""
         await self._ended.wait()
 
-    def drain(self, *, grace: float) -> None:
-        """Take nothing new, say so in readiness, and let what runs finish for at most `grace` seconds."""
-        self._draining = True
-        self._http.drain(grace=grace)
-        self._grpc_scope.deadline = trio.current_time() + grace
-        self._grpc.drain()
+    def drain(self, *, grace: float, settle: float = 0.0) -> None:
+        """End in order: say "not ready" and serve on for `settle` seconds, so that balancers can take notice; then take
+        nothing new, and let what runs finish for at most `grace` seconds; what is left is told why it is cut off.
+
+        Only the first word counts; `stop` ends everything at once.
+        """
+        if not self._drain_asked.is_set():
+            self._settle, self._grace = settle, grace
+            self.router.retire()
+            self._drain_asked.set()
 
     def stop(self) -> None:
         """End everything now."""
@@ -107,11 +114,24 @@ class Service:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    await nursery.start(self._http.serve, http)
-                    await nursery.start(self._serve_grpc, grpc)
-                    task_status.started()
+                    nursery.start_soon(self._end_in_order)
+                    async with trio.open_nursery() as fronts:
+                        await fronts.start(self._http.serve, http)
+                        await fronts.start(self._serve_grpc, grpc)
+                        task_status.started()
+                    nursery.cancel_scope.cancel()
         finally:
             self._ended.set()
+
+    async def _end_in_order(self) -> None:
+        await self._drain_asked.wait()
+        if self._settle:
+            await trio.sleep(self._settle)
+        self._http.drain(grace=self._grace + LAST_WORDS)
+        self._grpc_scope.deadline = trio.current_time() + self._grace + LAST_WORDS
+        self._grpc.drain()
+        await trio.sleep(self._grace)
+        self.router.shut_down()
 
     async def _serve_grpc(self, listener: Listener, *, task_status: trio.TaskStatus[None]) -> None:
         with self._grpc_scope:
@@ -234,9 +254,10 @@ def fleet(router: Router) -> tuple[WorkerState, ...]:
 
 def _readiness(router: Router) -> Readiness:
     workers = router.registry.workers
+    reason = "draining" if router.retired else "insufficient healthy workers"
     return Readiness(
         ready=router.ready,
-        reason="" if router.ready else "insufficient healthy workers",
+        reason="" if router.ready else reason,
         healthy_workers=sum(worker.ready for worker in workers),
         total_workers=len(workers),
     )

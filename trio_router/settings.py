@@ -75,13 +75,14 @@ class TextSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """A whole router process. `shutdown_grace` is in seconds."""
+    """A whole router process. `shutdown_settle` and `shutdown_grace` are in seconds; see `Service.drain`."""
 
     router: RouterSettings
     listen: ListenSettings = field(default_factory=ListenSettings)
     front: FrontSettings = field(default_factory=FrontSettings)
     text: TextSettings = field(default_factory=TextSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    shutdown_settle: float = 0.0
     shutdown_grace: float = 180.0
 
     def validate(self) -> None:
@@ -186,10 +187,17 @@ _REQUEST_ROWS: Final = (
         help="largest HTTP request body",
     ),
     Row(
+        name="shutdown_settle_secs",
+        kind=SECONDS_OR_NONE,
+        default=0.0,
+        help='after SIGTERM or Ctrl-C, how long to go on serving while saying "not ready", so that a balancer takes'
+        " notice before anybody is refused",
+    ),
+    Row(
         name="shutdown_grace_period_secs",
         kind=SECONDS_OR_NONE,
         default=180.0,
-        help="after SIGTERM or Ctrl-C, how long running requests may take to finish; a second signal ends them at once",
+        help="after that, how long running requests may take to finish; a second signal ends them at once",
     ),
 )
 _RETRY_ROWS: Final = (
@@ -324,6 +332,7 @@ def service_settings(values: Values) -> ServiceSettings:
         front=FrontSettings(http=_http(values), request_seconds=values["request_timeout_secs"]),
         text=TextSettings(tokenizer_path=_path(values, "tokenizer_path"), chat_template=_path(values, "chat_template")),
         log=log_settings(values),
+        shutdown_settle=values["shutdown_settle_secs"],
         shutdown_grace=values["shutdown_grace_period_secs"],
     )
 

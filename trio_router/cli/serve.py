@@ -27,7 +27,7 @@ async def serve(settings: ServiceSettings, *, say: Callable[[str], None]) -> Non
             for line in _listening(service.addresses):
                 say(line)
             nursery.start_soon(say_when_ready, service, say)
-            nursery.start_soon(_obey, signals, service, settings.shutdown_grace)
+            nursery.start_soon(_obey, signals, service, settings)
             await service.wait_ended()
             nursery.cancel_scope.cancel()
 
@@ -58,7 +58,8 @@ async def _ready_within(service: Service, seconds: float) -> bool:
     return False
 
 
-async def _obey(signals: AsyncIterator[int], service: Service, grace: float) -> None:
+async def _obey(signals: AsyncIterator[int], service: Service, settings: ServiceSettings) -> None:
+    settle, grace = settings.shutdown_settle, settings.shutdown_grace
     told = False
     async for number in signals:
         name = signal.Signals(number).name
@@ -66,6 +67,12 @@ async def _obey(signals: AsyncIterator[int], service: Service, grace: float) -> 
             _log.warning("%s again: ending everything now", name)
             service.stop()
         else:
-            _log.info("%s: draining for at most %g s, requests in flight: %d", name, grace, service.router.in_flight)
-            service.drain(grace=grace)
+            _log.info(
+                "%s: refusing new requests in %g s, then waiting at most %g s for those in flight (now %d)",
+                name,
+                settle,
+                grace,
+                service.router.in_flight,
+            )
+            service.drain(grace=grace, settle=settle)
         told = True

@@ -93,6 +93,7 @@ class Router:
         self._observer = observer
         self._new_id = new_id
         self._live: dict[LiveRequest, None] = {}
+        self.retired = False
         self._closed = False
         self._quiet = trio.lowlevel.ParkingLot()
 
@@ -106,15 +107,15 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether every leg has a worker to go to."""
-        return self.registry.ready
+        """Whether clients should come here: every leg has a worker to go to, and the router has not been retired."""
+        return self.registry.ready and not self.retired
 
     def models(self) -> list[str]:
         """Names of the models that can be served now."""
         return self.registry.models()
 
     async def wait_ready(self) -> None:
-        """Return when `ready`. Put a timeout around it."""
+        """Return when every leg has a worker to go to. Put a timeout around it."""
         await self.registry.wait_ready()
 
     async def tokenizer_bundle(self) -> tuple[bytes, str]:
@@ -208,9 +209,13 @@ class Router:
                 nursery.start_soon(_abort_at, worker, requests)
         return len(found)
 
+    def retire(self) -> None:
+        """Be not `ready` from now on, and serve all the same: for balancers, which go on sending until they know."""
+        self.retired = True
+
     def shut_down(self) -> None:
         """Take no new request, and end those under way with an error that says so."""
-        self._closed = True
+        self.retired = self._closed = True
         for live in self._live:
             live.end(Outcome.FAILED, _shutting_down())
 
