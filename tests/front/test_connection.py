@@ -293,7 +293,7 @@ async def test_case_b7_a_large_body_passes_by_default(autojump_clock, start) -> 
 
 
 async def test_case_b7_slow_uploads_do_not_exceed_the_budget(autojump_clock, start) -> None:
-    site = await start(echo, max_body_bytes=1000, max_bodies_bytes=10_000)
+    site = await start(echo, max_body_bytes=1000, max_bodies_bytes=10_000, small_body_bytes=0)
     clients = [await site.connect() for _ in range(200)]
     for client in clients:
         await client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + b"x" * 999)
@@ -309,8 +309,22 @@ async def test_case_b7_slow_uploads_do_not_exceed_the_budget(autojump_clock, sta
     assert site.server.held_body_bytes == 0
 
 
+async def test_large_uploads_that_are_announced_and_never_come_keep_no_small_request_out(
+    autojump_clock, start
+) -> None:
+    site = await start(echo, max_body_bytes=100_000, max_bodies_bytes=100_000, small_body_bytes=1000)
+    announcer, large, small = [await site.connect() for _ in range(3)]
+
+    await announcer.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
+    await trio.testing.wait_all_tasks_blocked()
+
+    assert site.server.held_body_bytes == 100_000
+    assert (await large.request("POST", "/", body=b"x" * 1001)).status == 429
+    assert (await small.request("POST", "/", body=b"x" * 1000)).status == 200
+
+
 async def test_a_client_that_leaves_during_its_upload_frees_its_budget(autojump_clock, start) -> None:
-    site = await start(echo, max_bodies_bytes=10_000)
+    site = await start(echo, max_bodies_bytes=10_000, small_body_bytes=0)
     client = await site.connect()
     await client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9000\r\n\r\nxxx")
     await trio.testing.wait_all_tasks_blocked()

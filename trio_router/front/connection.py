@@ -215,7 +215,7 @@ class HttpConnection:
         if size > self._settings.max_body_bytes:
             limit = self._settings.max_body_bytes
             raise TooLarge(f"the request body is over the limit of {limit} bytes")
-        if size > self._reserved:
+        if size > max(self._reserved, self._settings.small_body_bytes):
             self._budget.reserve(size - self._reserved)
             self._reserved = size
 

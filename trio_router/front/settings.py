@@ -30,7 +30,10 @@ class HttpSettings:
     max_header_bytes: int = 32 * KIB
     max_body_bytes: int = 64 * MIB
     max_bodies_bytes: int = 512 * MIB
-    """Of request bodies held at one time, over all connections."""
+    """Of request bodies held at one time, over all connections, small ones left out."""
+    small_body_bytes: int = 64 * KIB
+    """Up to this size a body needs no share of that: a few clients that announce large ones and send nothing must not
+    keep everybody else's requests out. Connections times this is what they can take in the worst case."""
     max_pipelined_bytes: int = 64 * KIB
     """Read ahead of the response under way; more stays in the kernel."""
     max_pending_bytes: int = MIB
