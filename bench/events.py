@@ -63,7 +63,7 @@ def event_sink(rules: TextRules, transport: Sponge, nursery: trio.Nursery) -> Fr
     wire.read_body(bytearray())
     outbox = Outbox(transport, nursery=nursery, stall_seconds=60, max_pending_bytes=1 << 20, on_broken=lambda: None)
     request = HttpRequest(method="GET", path="/")
-    exchange = Exchange(request, wire=wire, outbox=outbox, clock=time.time, close=lambda: False)
+    exchange = Exchange(request, wire=wire, outbox=outbox, clock=time.time, close=lambda: False, release=lambda: None)
     shape = ChatShape(response_id="chatcmpl-" + "0" * 32, created=1_700_000_000, model="tiny-english")
     return EventSink(EventStream(exchange), shape=shape, first_index=0, n=1, rules=rules)
 

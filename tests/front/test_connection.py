@@ -309,9 +309,7 @@ async def test_case_b7_slow_uploads_do_not_exceed_the_budget(autojump_clock, sta
     assert site.server.held_body_bytes == 0
 
 
-async def test_large_uploads_that_are_announced_and_never_come_keep_no_small_request_out(
-    autojump_clock, start
-) -> None:
+async def test_large_uploads_that_are_announced_and_never_come_keep_no_small_request_out(autojump_clock, start) -> None:
     site = await start(echo, max_body_bytes=100_000, max_bodies_bytes=100_000, small_body_bytes=1000)
     announcer, large, small = [await site.connect() for _ in range(3)]
 

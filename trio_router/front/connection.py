@@ -140,8 +140,7 @@ class HttpConnection:
             await self._refuse(fault)
             return False
         finally:
-            self._budget.release(self._reserved)
-            self._reserved = 0
+            self._release_body()
             self._outbox.on_drained = None
         return not self.left and self._wire.next_cycle()
 
@@ -219,6 +218,10 @@ class HttpConnection:
             self._budget.reserve(size - self._reserved)
             self._reserved = size
 
+    def _release_body(self) -> None:
+        self._budget.release(self._reserved)
+        self._reserved = 0
+
     async def _receive(self) -> bytes:
         """What the client sent next; b"" once it has left. Ended by the caller's deadline, or by the client."""
         try:
@@ -235,7 +238,12 @@ class HttpConnection:
 
     async def _exchange(self, request: HttpRequest) -> None:
         exchange = Exchange(
-            request, wire=self._wire, outbox=self._outbox, clock=self._clock, close=lambda: self._draining
+            request,
+            wire=self._wire,
+            outbox=self._outbox,
+            clock=self._clock,
+            close=lambda: self._draining,
+            release=self._release_body,
         )
         try:
             async with trio.open_nursery() as nursery:

@@ -36,6 +36,7 @@ class Exchange:
         "_clock",
         "_close",
         "_outbox",
+        "_release",
         "_wire",
         "_writer",
         "always",
@@ -49,7 +50,14 @@ class Exchange:
     )
 
     def __init__(
-        self, request: HttpRequest, *, wire: Wire, outbox: Outbox, clock: Callable[[], float], close: Callable[[], bool]
+        self,
+        request: HttpRequest,
+        *,
+        wire: Wire,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        close: Callable[[], bool],
+        release: Callable[[], None],
     ) -> None:
         self.request = request
         self.always: Headers = ()
@@ -65,6 +73,7 @@ class Exchange:
         self._outbox = outbox
         self._clock = clock
         self._close = close
+        self._release = release
         self._writer: BodyWriter | None = None
 
     def __repr__(self) -> str:
@@ -74,6 +83,11 @@ class Exchange:
         """Tell the client, too, by which id its request is known from here on: visible ASCII."""
         self.request_id = request_id
         self.always = ((b"x-request-id", request_id.encode("ascii")),)
+
+    def forget_body(self) -> None:
+        """The request's body has been made into something else: let its memory, and its share of the budget, go."""
+        self.request.body = b""
+        self._release()
 
     async def respond(self, status: int, *, headers: Headers = (), body: bytes = b"") -> None:
         """Send a complete response and wait until the client's socket has it; raises ClientGone."""

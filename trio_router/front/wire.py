@@ -38,9 +38,9 @@ class RequestHead:
     content_length: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HttpRequest:
-    """A whole request."""
+    """A whole request. The body alone may change: to nothing, once it has been read."""
 
     method: str
     path: str

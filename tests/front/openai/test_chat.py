@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import msgspec
 import pytest
 import trio
 from grpclib.const import Status
 
 from trio_router.errors import DecodeFailed, WorkerRejected, WorkerUnavailable
+from trio_router.front.openai.schema import ChatRequest
+from trio_router.front.wire import HttpRequest
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny-english", "messages": [{"role": "user", "content": "Say hello"}]}
@@ -480,3 +484,27 @@ async def test_a_whole_answer_has_a_bound(autojump_clock, serve, scripted, frame
     response = await client.post(CHAT, HELLO)
 
     assert (response.status, response.json["error"]["code"]) == (413, "response_too_large")
+
+
+# memory
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_case_f6_nothing_of_a_body_is_held_while_its_answer_is_made(
+    autojump_clock, serve, scripted, frames, stream: bool
+) -> None:
+    site = await serve(scripted([frames.chunk([300]), 1000.0]), small_body_bytes=0)
+    client = await site.connect()
+
+    await client.send(wire({**HELLO, "stream": stream, "metadata": {"note": "x" * 100_000}}))
+    await trio.sleep(1)
+
+    assert site.server.held_body_bytes == 0
+    assert [each for each in gc.get_objects() if isinstance(each, HttpRequest) and each.body] == []
+    assert [each for each in gc.get_objects() if isinstance(each, ChatRequest)] == []
+    client.leave()
+
+
+def wire(asked: dict) -> bytes:
+    body = msgspec.json.encode(asked)
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)

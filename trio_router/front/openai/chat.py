@@ -7,7 +7,7 @@ from functools import partial
 from ...errors import Unsupported
 from ..exchange import Exchange
 from .endpoint import Services, answer_for
-from .generation import run_answer
+from .generation import Answer, run_answer
 from .prompts import chat_prompt
 from .sampling import sampling_params
 from .schema import ChatRequest, parse
@@ -16,6 +16,11 @@ from .shapes import ChatShape
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat. Raises the error family as long as nothing has gone out."""
+    await run_answer(exchange, await _prepare(exchange, services), router=services.router, settings=services.settings)
+
+
+# By itself, so that what it works with is gone when the answer, which may take half an hour, begins.
+async def _prepare(exchange: Exchange, services: Services) -> Answer:
     request = parse(ChatRequest, exchange.request.body)
     refuse_unsupported(request)
     services.check_choices(request, prompts=1)
@@ -25,7 +30,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     tokenizer = await services.texts.get(model)
     render = partial(chat_prompt, request, tokenizer=tokenizer, max_tokens=services.context_length(model))
     prompt = await services.offload(render) if services.is_long(exchange.request.body) else render()
-    answer = answer_for(
+    return answer_for(
         request,
         [prompt],
         exchange=exchange,
@@ -36,7 +41,6 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         tokenizer=tokenizer,
         services=services,
     )
-    await run_answer(exchange, answer, router=services.router, settings=services.settings)
 
 
 def refuse_unsupported(request: ChatRequest) -> None:

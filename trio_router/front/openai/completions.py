@@ -9,7 +9,7 @@ from ...protocol.messages import TokenizedInput
 from ...text.tokenizer import Tokenizer
 from ..exchange import Exchange
 from .endpoint import Services, answer_for
-from .generation import run_answer
+from .generation import Answer, run_answer
 from .prompts import completion_prompts, ids_prompt, text_prompt
 from .sampling import sampling_params
 from .schema import CompletionRequest, parse
@@ -18,6 +18,11 @@ from .shapes import CompletionShape
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """Answer a text completion. Raises the error family as long as nothing has gone out."""
+    await run_answer(exchange, await _prepare(exchange, services), router=services.router, settings=services.settings)
+
+
+# By itself, so that what it works with is gone when the answer, which may take half an hour, begins.
+async def _prepare(exchange: Exchange, services: Services) -> Answer:
     request = parse(CompletionRequest, exchange.request.body)
     refuse_unsupported(request)
     prompts = completion_prompts(request.prompt)
@@ -33,7 +38,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         max_tokens=services.context_length(model),
     )
     inputs = await services.offload(tokenize) if services.is_long(exchange.request.body) else tokenize()
-    answer = answer_for(
+    return answer_for(
         request,
         inputs,
         exchange=exchange,
@@ -44,7 +49,6 @@ async def completions(exchange: Exchange, services: Services) -> None:
         tokenizer=tokenizer,
         services=services,
     )
-    await run_answer(exchange, answer, router=services.router, settings=services.settings)
 
 
 def refuse_unsupported(request: CompletionRequest) -> None:

@@ -44,6 +44,7 @@ class Answer:
 async def run_answer(exchange: Exchange, answer: Answer, *, router: Router, settings: FrontSettings) -> None:
     """Run it and answer the exchange. Raises the error family as long as nothing has gone out."""
     exchange.recorded = True
+    exchange.forget_body()
     run = _Run(answer, router=router, settings=settings)
     await (run.stream(exchange) if answer.stream else run.collect(exchange))
 
