@@ -401,7 +401,18 @@ class TestDraining:
             await process.service.wait_ended()
             assert trio.current_time() == began
         assert process.service.router.in_flight == 0
+        assert [record.error_code for record in process.ended.records] == ["shutting_down"]
         assert not any(each.ledger for each in process.workers)
+
+
+    async def test_leaving_the_block_is_stopping(self, network, autojump_clock):
+        async with trio.open_nursery() as nursery:
+            async with running(network) as process:
+                await process.service.wait_ready()
+                chat = partial(process.chat, max_tokens=4000)
+                nursery.start_soon(partial(cut_off, chat, expected=RouterError))
+                await until(lambda: len(process.events) > 3)
+            assert [record.error_code for record in process.ended.records] == ["shutting_down"]
 
 
 async def cut_off(run: Callable[[], Awaitable[None]], *, expected: type[Exception], match: str | None = None) -> None:

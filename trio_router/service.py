@@ -101,6 +101,7 @@ class Service:
 
     def stop(self) -> None:
         """End everything now."""
+        self.router.shut_down()
         self._scope.cancel(reason="stopped")
 
     async def warm_texts(self) -> None:
@@ -184,7 +185,10 @@ async def open_service(
                 start_fronts = _start_fronts(service, opened)
                 await nursery.start(start_fronts)
                 nursery.start_soon(service.warm_texts)
-                yield service
+                try:
+                    yield service
+                finally:
+                    service.stop()
                 nursery.cancel_scope.cancel()
 
 

@@ -15,7 +15,7 @@ from .stream import GenerateStream
 from .timeline import Timeline
 
 _TIE: Final = 0.001
-"""Seconds. A front keeps its client's deadline, too; which of the two scopes notices first is a matter of rounding."""
+"""Seconds. Which of two scopes with one deadline notices first is a matter of rounding."""
 
 
 class LiveRequest:
@@ -61,8 +61,13 @@ class LiveRequest:
             raise error
 
     def note_cancelled(self) -> None:
-        """Cancelled from outside, which is how a client's leaving arrives, or the same deadline in another's hands."""
-        if trio.current_time() >= self.scope.deadline - _TIE:
+        """Cancelled from outside, which is how a client's leaving arrives. The router's own reason, if it had one, came
+        first; and a front keeps its client's deadline as well as we do.
+        """
+        if self._ended_by is not None:
+            self.outcome, error = self._ended_by
+            self.code = error.error_code
+        elif trio.current_time() >= self.scope.deadline - _TIE:
             self.outcome, self.code = Outcome.TIMEOUT, RequestTimeout.code
 
     def note_failed(self, code: str) -> None:
