@@ -305,17 +305,16 @@ class TestAborts:
             assert await scene.router.abort(["mine"]) == 2
 
 
-async def test_of_an_abort_and_a_leaving_at_one_moment_the_first_counts(autojump_clock):
+async def test_of_the_routers_reason_and_a_leaving_at_one_moment_the_first_counts(autojump_clock):
     async def never(call, request):
         await trio.sleep_forever()
 
     async with open_scene(plain_worker(never)) as scene, trio.open_nursery() as nursery:
-        nursery.start_soon(collect, scene.router, a_request("mine"))
+        nursery.start_soon(collect, scene.router, a_request())
         await trio.sleep(0.1)
-        await scene.router.abort(["mine"])
+        scene.router.shut_down()
         nursery.cancel_scope.cancel()
-        await trio.sleep(0.1)
-    assert told(scene) == [(Outcome.ABORTED, "request_aborted")]
+    assert told(scene) == [(Outcome.FAILED, "shutting_down")]
 
 
 async def shut_out(run: Callable[[], Awaitable[object]]) -> None:
