@@ -175,6 +175,26 @@ class TestServing:
         assert b'trio_router_handoffs_total{outcome="consumed"} 1.0' in body
         assert b'smg_worker_health{worker="decode:1"} 1.0' in body
 
+    async def test_what_is_refused_is_counted_once_whoever_refuses_it(self, network, autojump_clock):
+        async with running(network) as process:
+            await process.service.wait_ready()
+            with pytest.raises(ChatFailed):
+                await process.chat(max_tokens=-1)
+            await process.get(HTTP, "/nowhere")
+            async with open_channel(GRPC, dialer=network.dial) as channel:
+                call = await channel.call("/vllm.grpc.engine.VllmEngine/Generate", b"\xff\xff")
+                with pytest.raises(GRPCError, match="data ends in the middle"):
+                    await call.receive()
+            _, body = await process.get(METRICS, "/metrics")
+        counted = {line for line in body.decode().splitlines() if line.startswith("trio_router_requests_refused_total")}
+        assert counted == {
+            'trio_router_requests_refused_total{code="invalid_request_parameters",endpoint="chat"} 1.0',
+            'trio_router_requests_refused_total{code="route_not_found",endpoint="http"} 1.0',
+            'trio_router_requests_refused_total{code="malformed_message",endpoint="generate"} 1.0',
+        }
+        assert b'trio_router_http_responses_total{status="404"} 1.0' in body
+        assert process.ended.records == []
+
     async def test_not_ready_says_how_many_workers_are(self, network, autojump_clock):
         async with running(network, workers=False) as process:
             status, body = await process.get(HTTP, "/readiness")
@@ -403,7 +423,6 @@ class TestDraining:
         assert process.service.router.in_flight == 0
         assert [record.error_code for record in process.ended.records] == ["shutting_down"]
         assert not any(each.ledger for each in process.workers)
-
 
     async def test_leaving_the_block_is_stopping(self, network, autojump_clock):
         async with trio.open_nursery() as nursery:

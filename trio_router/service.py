@@ -84,6 +84,10 @@ class Service:
         await self.router.wait_ready()
         await self._texts_ready.wait()
 
+    def http_responses(self) -> Mapping[int, int]:
+        """How many HTTP responses have been begun, by status."""
+        return self._http.server.responses
+
     async def wait_ended(self) -> None:
         """Return when both fronts have ended, after `drain` or `stop`."""
         await self._ended.wait()
@@ -159,10 +163,10 @@ async def open_service(
         dialer = dial if offload is None else partial(dial, offload=offload)
     offload = offload or Threads(OFFLOAD_THREADS)
     metrics = Metrics()
-    observers = [metrics, RequestLog(), *([observer] if observer else [])]
+    told = Observers(metrics, RequestLog(), *([observer] if observer else []))
     with ExitStack() as owned, plain_errors():
         opened = await _open_listeners(settings, listen=listen, owned=owned)
-        async with open_router(settings.router, dialer=dialer, observer=Observers(*observers)) as router:
+        async with open_router(settings.router, dialer=dialer, observer=told) as router:
             metrics.workers = lambda: fleet(router)
             texts = await _open_texts(settings.text, router=router, offload=offload)
             service = Service(
@@ -176,10 +180,12 @@ async def open_service(
                     sampling_defaults=lambda model: sampling_defaults(router, model),
                     context_length=lambda model: context_length(router, model),
                     offload=offload,
+                    observer=told,
                 ),
                 grpc=grpc_server(router),
                 addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
             )
+            metrics.http_responses = service.http_responses
             async with trio.open_nursery() as nursery:
                 await nursery.start(AdminFront(make_registry(metrics)).serve, opened["metrics"])
                 start_fronts = _start_fronts(service, opened)

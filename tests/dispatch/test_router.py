@@ -25,8 +25,10 @@ from trio_router.errors import (
     WorkerUnavailable,
 )
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
+from trio_router.observe.hooks import Observer
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import GenerateRequest, GenerateResponse
+from trio_router.rpc.memory import MemoryNetwork
 from trio_router.testing import collect, open_cluster
 
 PROMPTS = [f"Prompt number {i}: tell me about the " + "harbour and the garden " * (i % 7) for i in range(40)]
@@ -308,6 +310,28 @@ async def test_errors_of_the_callers_block_leave_it_as_they_are(autojump_clock):
             await run()
         await trio.sleep(1)
         assert cluster.leaks() == []
+
+
+async def test_what_cannot_become_a_request_is_told_once_and_has_no_record(autojump_clock):
+    class Told(Observer):
+        def __init__(self) -> None:
+            self.events: list[object] = []
+
+        def request_started(self) -> None:
+            self.events.append("started")
+
+        def request_refused(self, *, request_id: str, client: str, code: str) -> None:
+            self.events.append((client, code))
+
+    told = Told()
+    workers = (WorkerSpec(url="grpc://nobody:1", role=WorkerRole.PLAIN),)
+    async with open_router(RouterSettings(workers=workers), dialer=MemoryNetwork().dial, observer=told) as router:
+        with pytest.raises(DecodeError):
+            await collect(router, b"\xff\xff")
+        router.shut_down()
+        with pytest.raises(WorkerUnavailable):
+            await collect(router, GenerateRequest())
+    assert told.events == [("embedded", "malformed_message"), ("embedded", "shutting_down")]
 
 
 async def test_requests_may_be_bytes_and_what_is_no_message_is_refused(autojump_clock):

@@ -151,9 +151,13 @@ class Router:
         """
         now = trio.current_time()
         message = request if isinstance(request, bytes) else encode(request)
-        view = parse_request(message, disaggregated=self.registry.disaggregated)
-        if self._closed:
-            raise _shutting_down()
+        try:
+            view = parse_request(message, disaggregated=self.registry.disaggregated)
+            if self._closed:
+                raise _shutting_down()
+        except RouterError as exc:
+            self._observer.request_refused(request_id="", client=client, code=exc.error_code)
+            raise
         client_id = view.client_id or self._new_id()
         limit = min(self._settings.request_timeout, math.inf if timeout is None else timeout)
         live = LiveRequest(client_id, deadline=now + limit, timeline=Timeline(request_id=client_id, received_at=now))

@@ -55,7 +55,10 @@ class Observer:
         """A request reached its one terminal state."""
 
     def request_refused(self, *, request_id: str, client: str, code: str) -> None:
-        """A request was answered with an error, or left by its client, before it was accepted: it has no record."""
+        """A request was answered with an error, or left by its client, before it was accepted: it has no record.
+
+        `request_id` is empty where it could not be read.
+        """
 
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         """A try ended before the client had its first byte."""

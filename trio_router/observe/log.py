@@ -97,7 +97,8 @@ class RequestLog(Observer):
         self._log.log(_LEVEL_OF[record.outcome], "request", **request_fields(record))
 
     def request_refused(self, *, request_id: str, client: str, code: str) -> None:
-        self._log.info("request", request_id=_one_line(request_id), outcome="refused", code=code, client=client)
+        known = {"request_id": _one_line(request_id)} if request_id else {}
+        self._log.info("request", **known, outcome="refused", code=code, client=client)
 
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         level = logging.INFO if ready else logging.WARNING
