@@ -376,6 +376,31 @@ class TestSharing:
 
 
 class TestStopping:
+    async def test_a_server_that_closes_leaves_its_calls_without_an_end_and_their_deadline_ends_them(
+        self, open_grpclib_server, foreign_loop
+    ):
+        cancelled = threading.Event()
+
+        async def wait(stream: Stream) -> None:
+            await stream.send_message(b"here")
+            try:
+                await for_ever()
+            finally:
+                cancelled.set()
+
+        async def close(server) -> None:
+            server.close()
+            await server.wait_closed()
+
+        async with open_grpclib_server(raw={CALL: wait}) as (channel, server):
+            call = await channel.call(CALL, b"", timeout=0.3)
+            assert await call.receive() == b"here"
+            await foreign_loop.run(close, server)
+            assert cancelled.is_set()
+            with pytest.raises(RpcError) as caught:
+                await call.receive()
+            assert (caught.value.status, caught.value.origin) == (Status.DEADLINE_EXCEEDED, Origin.LOCAL)
+
     async def test_a_server_that_dies_under_load_fails_every_call(self, open_grpclib_server, foreign_loop):
         received: set[ClientCall] = set()
         errors: list[RpcError] = []
