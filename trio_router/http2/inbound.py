@@ -404,6 +404,7 @@ class Inbound:
         core = self._core
         frames.exactly(FrameType.PING, payload, length=8)
         if not flags & frames.ACK:
+            core.pings_received += 1
             core.answer(frames.ping(payload, ack=True))
         elif payload in core.pings_out:
             core.pings_out.remove(payload)
