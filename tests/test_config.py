@@ -117,7 +117,7 @@ class TestWrongValues:
             ("timeout_secs", "1 hour", "a number of seconds above 0"),
             ("policy", "random", "one of fair, greedy"),
             ("log_json", "yes", "true or false"),
-            ("host", "caf\udce9", "a text in UTF-8"),
+            ("host", "caf\udce9", "a text in UTF-8, not empty"),
         ],
     )
     def test_the_error_names_setting_source_value_and_remedy(self, name, text, expects):
@@ -181,6 +181,10 @@ class TestFiles:
         assert complaint(file=file).startswith(f"--config {file} is not TOML: ")
         file.write_bytes(b"\xff\xfe")
         assert complaint(file=file).startswith(f"--config {file} is not TOML: ")
+        file.write_text(f"[listen]\nport = {'9' * 5000}\n")
+        assert complaint(file=file).startswith(f"--config {file} is not TOML: ")
+        file.write_text(f"a = {'[' * 5000}{']' * 5000}\n")
+        assert complaint(file=file) == f"--config {file}: it is nested too deeply"
 
 
 class TestEffectiveSettings:

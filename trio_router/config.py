@@ -61,7 +61,11 @@ FRACTION: Final = Kind(
 SWITCH: Final = Kind(type=bool, expects="true or false", metavar="BOOL")
 # An argument or variable of bytes that are no UTF-8 comes with lone surrogates in it, which nothing can send on.
 _UTF8: Final = r"\A[^\ud800-\udfff]+\Z"
-TEXT: Final = Kind(type=Annotated[str, msgspec.Meta(pattern=_UTF8)], expects="a text in UTF-8", metavar="TEXT")
+TEXT: Final = Kind(
+    type=Annotated[str, msgspec.Meta(pattern=_UTF8)],
+    expects="a text in UTF-8, not empty",
+    metavar="TEXT",
+)
 PATH: Final = Kind(type=Annotated[str, msgspec.Meta(min_length=1)], expects="a path", metavar="PATH")
 
 
@@ -212,8 +216,10 @@ def read_file(path: Path, *, sections: Iterable[Section]) -> dict[str, dict[str,
             tables = tomllib.load(opened)
     except OSError as exc:
         raise ConfigError(f"--config {path}: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except ValueError as exc:  # bad UTF-8 and endless numbers, too
         raise ConfigError(f"--config {path} is not TOML: {exc}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"--config {path}: it is nested too deeply") from exc
     known = {section.name: [row.name for row in section.rows] for section in sections}
     for name, table in tables.items():
         if name not in known:

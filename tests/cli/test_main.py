@@ -78,7 +78,7 @@ class TestComplaints:
             ),
             (["serve", *PAIR, "--host", "203.0.113.1"], "port: cannot listen on 203.0.113.1:30000: "),
             (["worker", "--host", "no..name"], "port: cannot listen on no..name:50051: "),
-            (["demo", "--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not a text in UTF-8"),
+            (["demo", "--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not a text in UTF-8, not empty"),
             (["worker", "--role", "both"], "--role: 'both' is not one of prefill, decode, plain"),
             (["demo", "--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
         ],
