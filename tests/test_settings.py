@@ -11,6 +11,8 @@ from trio_router.config import SWITCH, Row, gather
 from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import ConfigError
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
+from trio_router.front.settings import HttpSettings
+from trio_router.rpc.server import ServerSettings
 from trio_router.settings import (
     SECTIONS,
     ListenSettings,
@@ -115,6 +117,10 @@ class TestValidation:
             ({"prefill": ["grpc://a:1"]}, "only prefill workers"),
             (PAIR | {"grpc_port": "30000"}, "grpc_port and port are both 30000"),
             (PAIR | {"prometheus_port": "30001"}, "prometheus_port and grpc_port are both 30001"),
+            (
+                PAIR | {"max_payload_size": "536870913"},
+                r"max_payload_size \(5.*\) is above http_max_bodies_bytes",
+            ),
         ],
     )
     def test_what_cannot_work_together_is_refused(self, flags, told):
@@ -135,3 +141,38 @@ class TestValidation:
 
     def test_a_home_directory_may_be_written_short(self):
         assert settings_of(tokenizer_path="~/model").text.tokenizer_path == Path.home() / "model"
+
+
+class TestDescriptors:
+    SETTINGS = settings_of(**PAIR)
+
+    def test_every_client_and_every_worker_needs_some(self):
+        more = replace(self.SETTINGS, front=replace(self.SETTINGS.front, http=HttpSettings(max_connections=4097)))
+        assert more.descriptors == self.SETTINGS.descriptors + 1
+        assert settings_of(**PAIR | {"decode": ["grpc://b:2", "grpc://c:3"]}).descriptors > self.SETTINGS.descriptors
+
+    def test_a_process_that_may_have_enough_changes_nothing(self):
+        assert self.SETTINGS.within(self.SETTINGS.descriptors) is self.SETTINGS
+
+    @pytest.mark.parametrize("limit", [256, 1024, 4096])
+    def test_one_that_may_not_takes_fewer_clients_of_both_kinds(self, limit):
+        fitted = self.SETTINGS.within(limit)
+        assert fitted.descriptors <= limit
+        assert fitted.descriptors == fitted.within(limit).descriptors
+        assert min(fitted.front.http.max_connections, fitted.grpc.max_connections) >= (limit - 100) // 4
+
+    @pytest.mark.parametrize(("http", "grpc"), [(10, 5000), (5000, 10)])
+    def test_what_one_kind_does_not_want_the_other_gets(self, http, grpc):
+        settings = replace(
+            self.SETTINGS,
+            front=replace(self.SETTINGS.front, http=HttpSettings(max_connections=http)),
+            grpc=ServerSettings(max_connections=grpc),
+        )
+        fitted = settings.within(1024)
+        assert sorted([fitted.front.http.max_connections, fitted.grpc.max_connections])[0] == 10
+        assert fitted.descriptors == 1024
+
+    def test_a_hopeless_limit_still_lets_somebody_in(self):
+        fitted = self.SETTINGS.within(10)
+        assert fitted.front.http.max_connections >= 1
+        assert fitted.grpc.max_connections >= 1

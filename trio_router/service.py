@@ -182,7 +182,7 @@ async def open_service(
                     offload=offload,
                     observer=told,
                 ),
-                grpc=grpc_server(router),
+                grpc=grpc_server(router, settings=settings.grpc),
                 addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
             )
             metrics.http_responses = service.http_responses

@@ -5,7 +5,7 @@ The one place that knows which setting goes into which record. Defaults are the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,7 @@ from .fleet.registry import ProbeSettings
 from .fleet.worker import WorkerRole, WorkerSpec
 from .front.settings import FrontSettings, HttpSettings
 from .observe.log import LEVELS, LogSettings
+from .rpc.server import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class ServiceSettings:
     front: FrontSettings = field(default_factory=FrontSettings)
     text: TextSettings = field(default_factory=TextSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    grpc: ServerSettings = field(default_factory=ServerSettings)
     shutdown_settle: float = 0.0
     shutdown_grace: float = 180.0
 
@@ -90,7 +92,37 @@ class ServiceSettings:
         self.router.validate()
         self.listen.validate()
         self.text.validate()
+        http = self.front.http
+        if http.max_body_bytes > http.max_bodies_bytes:
+            raise ConfigError(
+                f"max_payload_size ({http.max_body_bytes}) is above http_max_bodies_bytes ({http.max_bodies_bytes}):"
+                " a body of that size could never be taken"
+            )
 
+    @property
+    def descriptors(self) -> int:
+        """How many files and sockets the process may have open at one time, if clients are as many as is allowed."""
+        return _SPARE_DESCRIPTORS + self._own_sockets + self.front.http.max_connections + self.grpc.max_connections
+
+    @property
+    def _own_sockets(self) -> int:
+        return _SOCKETS_PER_WORKER * len(self.router.workers)
+
+    def within(self, descriptors: int) -> ServiceSettings:
+        """The same for a process that may have only so many open: as many fewer clients, not fewer workers."""
+        if descriptors >= self.descriptors:
+            return self
+        left = max(8, descriptors - _SPARE_DESCRIPTORS - self._own_sockets)
+        http = min(self.front.http.max_connections, left - min(self.grpc.max_connections, left // 4))
+        grpc = min(self.grpc.max_connections, left - http)
+        front = replace(self.front, http=replace(self.front.http, max_connections=http))
+        return replace(self, front=front, grpc=replace(self.grpc, max_connections=grpc))
+
+
+# Listeners, the poller, logs, scrapes of the metrics, imports and files read while the process runs.
+_SPARE_DESCRIPTORS: Final = 64
+# A link, one that replaces it, and one being dialed.
+_SOCKETS_PER_WORKER: Final = 3
 
 _LISTEN: Final = ListenSettings()
 _ROUTER: Final = RouterSettings()
@@ -265,7 +297,7 @@ _HTTP_ROWS: Final = (
         kind=COUNT,
         default=_HTTP.max_connections,
         flag=False,
-        help="connections held open; must stay below the process's limit of descriptors",
+        help="connections held open; fewer where the process may not have so many files open",
     ),
     Row(
         name="http_header_secs",

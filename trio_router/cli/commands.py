@@ -18,6 +18,7 @@ from ..demo.run import demo
 from ..observe.log import set_up_logging
 from ..settings import SECTIONS, log_settings, service_settings
 from .demo_options import DEMO_SECTIONS, demo_settings
+from .descriptors import fit_descriptors
 from .serve import serve
 from .worker import WORKER_SECTIONS, run_worker, worker_settings
 
@@ -45,7 +46,7 @@ def _serve(values: Values) -> int:
     settings = service_settings(values)
     settings.validate()
     set_up_logging(settings.log)
-    trio.run(partial(serve, settings, say=say))
+    trio.run(partial(serve, fit_descriptors(settings), say=say))
     return 0
 
 
