@@ -228,6 +228,17 @@ class TestText:
                 counts.append(process.ended.records[0].prompt_tokens)
         assert counts[1] < counts[0]
 
+    @pytest.mark.parametrize("source", [b"{% for", b"{{ messages | no_such_filter }}", b"\xff\xfe"])
+    @pytest.mark.parametrize("path", [None, ASSETS])
+    async def test_a_template_that_is_none_is_told_to_the_operator_and_not_to_clients(
+        self, network, autojump_clock, tmp_path, source, path
+    ):
+        template = tmp_path / "broken.jinja"
+        template.write_bytes(source)
+        with pytest.raises(ConfigError, match=r"chat_template: .*broken\.jinja"):
+            async with running(network, text=TextSettings(tokenizer_path=path, chat_template=template)):
+                raise AssertionError("it serves")
+
     async def test_a_local_tokenizer_needs_no_worker(self, network, autojump_clock, monkeypatch):
         async def refuse(_: object) -> None:
             raise AssertionError("the workers were asked for a tokenizer")

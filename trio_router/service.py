@@ -12,13 +12,14 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import trio
 
 from .dispatch.router import Router, open_router
-from .errors import ConfigError
+from .errors import BadRequest, ConfigError
 from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
@@ -34,6 +35,7 @@ from .rpc.transport import Dialer, Listener, open_tcp_listener
 from .scopes import plain_errors
 from .settings import ServiceSettings, TextSettings
 from .text.bundle import TokenizerFiles, read_directory
+from .text.template import ChatTemplate
 
 OFFLOAD_THREADS: Final = 4
 """For rendering, tokenizing long prompts and loading tokenizers: enough to use a few cores, few enough that a burst of
@@ -234,18 +236,32 @@ async def _listen_tcp(host: str, port: int) -> Listener:
 
 
 async def _open_texts(settings: TextSettings, *, router: Router, offload: Offload) -> LoadedText | BundleText:
-    template = settings.chat_template
+    template = None if settings.chat_template is None else _read_template(settings.chat_template)
 
     def adapt(files: TokenizerFiles) -> TokenizerFiles:
         if template is None:
             return files
         # The name that comes before every other place a model may keep its template in.
-        return TokenizerFiles(contents={**files.contents, "chat_template.jinja": template.read_bytes()})
+        return TokenizerFiles(contents={**files.contents, "chat_template.jinja": template})
 
     directory = settings.tokenizer_path
     if directory is None:
         return BundleText(router, offload=offload, clock=datetime.now, adapt=adapt)
     return LoadedText(await offload(lambda: prepare(adapt(read_directory(directory)), clock=datetime.now)))
+
+
+def _read_template(path: Path) -> bytes:
+    """The operator's own template: what is wrong with it is told now, and not to each client."""
+    try:
+        source = path.read_bytes()
+        ChatTemplate(source.decode()).content_format()
+    except OSError as exc:
+        raise ConfigError(f"chat_template: {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"chat_template: {path} is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    except BadRequest as exc:
+        raise ConfigError(f"chat_template: {path}: {exc.message}") from exc
+    return source
 
 
 def fleet(router: Router) -> tuple[WorkerState, ...]:
