@@ -25,7 +25,9 @@ class Service:
 
 
 def worker(role: WorkerRole, name: str) -> Any:
-    return SimpleNamespace(name=name, spec=SimpleNamespace(role=role), facts=None, ready=False, in_flight=0)
+    return SimpleNamespace(
+        name=name, spec=SimpleNamespace(role=role), facts=None, ready=False, in_flight=0, trouble=None
+    )
 
 
 async def test_what_is_missing_is_logged_again_and_again_and_ready_said_once(autojump_clock, caplog):
@@ -33,6 +35,7 @@ async def test_what_is_missing_is_logged_again_and_again_and_ready_said_once(aut
     said: list[str] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(say_when_ready, service, said.append)
+        service.workers[1].trouble = "connection refused"
         await trio.sleep(PATIENCE * 1.5)
         service.workers[0].ready = True
         await trio.sleep(PATIENCE)
@@ -41,8 +44,8 @@ async def test_what_is_missing_is_logged_again_and_again_and_ready_said_once(aut
         assert said == []
         service.is_ready.set()
     assert [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING] == [
-        "not ready yet, waiting for prefill worker p:1, decode worker d:1",
-        "not ready yet, waiting for decode worker d:1",
+        "not ready yet, waiting for prefill worker p:1 (no answer yet), decode worker d:1 (connection refused)",
+        "not ready yet, waiting for decode worker d:1 (connection refused)",
         "not ready yet, waiting for the workers' tokenizer",
     ]
     assert said == ["ready: tiny on 1 prefill and 1 decode workers"]

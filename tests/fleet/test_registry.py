@@ -218,6 +218,25 @@ class TestWatching:
                 await watched.registry.wait_ready()
         assert watched.registry.ready
 
+    async def test_why_a_worker_is_not_ready_is_said_once_until_it_is_well(self, autojump_clock, caplog):
+        silent = GRPCError(Status.DEADLINE_EXCEEDED, "no answer")
+        watched = Watched(DOWN, silent, DOWN, facts(), silent, DOWN)
+        await watched.run(30.0)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            f"worker w:1: {DOWN.message}",
+            "worker w:1: no answer",
+        ]
+        assert watched.worker.trouble == DOWN.message
+
+    async def test_a_worker_may_say_itself_that_it_is_not_well(self, autojump_clock):
+        watched = Watched(facts())
+        watched.client.is_healthy = False
+        await watched.run(1.0)
+        assert watched.worker.trouble == "it says that it is not healthy"
+        watched.client.is_healthy = True
+        await watched.run(1.0)
+        assert watched.worker.trouble is None
+
     async def test_i12_a_bug_in_a_probe_ends_neither_the_watch_nor_the_router(self, autojump_clock, caplog):
         watched = Watched(facts(), *[ZeroDivisionError()] * 3, facts())
         await watched.run(45.0)

@@ -43,7 +43,11 @@ def _listening(addresses: Addresses) -> list[str]:
 async def say_when_ready(service: Service, say: Callable[[str], None]) -> None:
     """Say so once; until then, log now and again what is missing."""
     while not await _ready_within(service, PATIENCE):
-        missing = [f"{state.role} worker {state.name}" for state in fleet(service.router) if not state.ready]
+        missing = [
+            f"{worker.spec.role} worker {worker.name} ({worker.trouble or 'no answer yet'})"
+            for worker in service.router.registry.workers
+            if not worker.ready
+        ]
         _log.warning("not ready yet, waiting for %s", ", ".join(missing) or "the workers' tokenizer")
     states = fleet(service.router)
     roles = {state.role: sum(other.role == state.role and other.ready for other in states) for state in states}

@@ -127,12 +127,17 @@ class Registry:
     async def _probe(self, worker: Worker) -> bool:
         try:
             self._learn(worker, await worker.client.facts())
-            return await worker.client.healthy()
+            trouble = None if await worker.client.healthy() else "it says that it is not healthy"
         except (GRPCError, RouterError) as exc:
-            _log.debug("probing %s: %s", worker.name, exc)
-        except Exception:  # noqa: BLE001  # a bug in a probe, or in an embedder's dialer, must not take all workers away
+            trouble = getattr(exc, "message", None) or str(exc)
+        except Exception as exc:  # noqa: BLE001  # a bug here, or in an embedder's dialer, must not take all workers away
             _log.exception("probing %s failed inside", worker.name)
-        return False
+            trouble = f"probing it failed inside: {type(exc).__name__}"
+        if trouble is not None:
+            # Loud once until it is well again: a worker that is not ready is probed four times a second.
+            _log.log(logging.DEBUG if worker.trouble else logging.WARNING, "worker %s: %s", worker.name, trouble)
+        worker.trouble = trouble
+        return trouble is None
 
     def _learn(self, worker: Worker, facts: WorkerFacts) -> None:
         known, worker.facts = worker.facts, facts

@@ -58,6 +58,8 @@ class Worker:
         self.name = spec.address
         self.facts: WorkerFacts | None = None
         self.ready = False
+        self.trouble: str | None = None
+        """Why the last probe failed, in words for an operator."""
         self.in_flight = 0
         self._met: dict[str, str] = {}
         self._said: set[str] = set()
