@@ -165,7 +165,7 @@ class PingStrikes:
         if not alone:
             self._strikes = 0
             self._pinged_at = -math.inf
-        soon = now - self._pinged_at < limits.interval
+        soon = now < self._pinged_at + limits.interval
         self._pinged_at = now
         self._strikes += count if soon else count - 1
         return 0 < limits.strikes < self._strikes
