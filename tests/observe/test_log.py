@@ -131,6 +131,16 @@ class TestLines:
             ("worker not ready", "warning"),
         ]
 
+    def test_connections_are_told_of_to_who_looks_closely(self, stream):
+        set_up_logging(LogSettings(json=True, level="debug"), stream=stream)
+        RequestLog().channel_changed(worker="d:1", state="backoff", reason="refused")
+        RequestLog().channel_changed(worker="d:1", state="ready", reason=None)
+        entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [(entry["level"], entry["worker"], entry["state"], entry.get("reason")) for entry in entries] == [
+            ("debug", "d:1", "backoff", "refused"),
+            ("debug", "d:1", "ready", None),
+        ]
+
     def test_the_level_holds_for_requests_and_for_what_modules_log(self, stream):
         set_up_logging(LogSettings(json=True, level="warning"), stream=stream)
         RequestLog().request_ended(RECORD)

@@ -169,7 +169,7 @@ class Janitor:
         message = release_leg(view, attempt_id=f"release-{self._new_id()}", kv_params=handoff.params.text)
         with trio.move_on_after(self._settings.release_timeout):
             try:
-                call = await messenger.client.generate(message)
+                call = await messenger.client.generate(message, control=True)
             except RouterError:
                 return False
             try:

@@ -22,7 +22,7 @@ from ..observe.hooks import Observer, Outcome
 from ..policy.round_robin import RoundRobin
 from ..protocol.codec import decode, encode
 from ..protocol.messages import GenerateRequest, GenerateResponse
-from ..rpc.channel import ChannelSettings, connect_channel
+from ..rpc.channel import ChannelSettings, StateChange, connect_channel
 from ..rpc.endpoint import dial
 from ..rpc.transport import Dialer
 from ..scopes import plain_errors
@@ -280,7 +280,10 @@ async def open_router(
         async with trio.open_nursery() as nursery:
             # Links and the janitor's jobs must outlive whoever cancels us, for as long as the grace below.
             background: trio.Nursery = await nursery.start(_hold_nursery)
-            workers = [_make_worker(spec, background, dialer=dialer, settings=settings) for spec in settings.workers]
+            workers = [
+                _make_worker(spec, background, dialer=dialer, settings=settings, observer=watcher, chance=chance)
+                for spec in settings.workers
+            ]
             registry = Registry(workers, policies={role: RoundRobin() for role in WorkerRole}, observer=watcher)
             janitor = Janitor(
                 background,
@@ -321,8 +324,21 @@ async def _hold_nursery(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
         await trio.sleep_forever()
 
 
-def _make_worker(spec: WorkerSpec, nursery: trio.Nursery, *, dialer: Dialer, settings: RouterSettings) -> Worker:
-    channel = connect_channel(nursery, spec.address, dialer=dialer, settings=settings.channel)
+def _make_worker(
+    spec: WorkerSpec,
+    nursery: trio.Nursery,
+    *,
+    dialer: Dialer,
+    settings: RouterSettings,
+    observer: Observer,
+    chance: Callable[[], float],
+) -> Worker:
+    def tell(change: StateChange) -> None:
+        observer.channel_changed(worker=change.address, state=change.state.value, reason=change.reason)
+
+    channel = connect_channel(
+        nursery, spec.address, dialer=dialer, settings=settings.channel, on_state=tell, chance=chance
+    )
     return Worker(spec, client=WorkerClient(channel))
 
 

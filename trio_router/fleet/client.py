@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
 from ..errors import WorkerUnavailable
 from ..protocol.codec import decode, encode
 from ..protocol.messages import (
@@ -23,7 +27,11 @@ from ..rpc.channel import Channel
 GENERATE: Final = "/vllm.grpc.engine.VllmEngine/Generate"
 GET_TOKENIZER: Final = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
 ABORT_TIMEOUT: Final = 10.0
-"""Seconds for an Abort call: the bound the field's gateways use, so that a wedged worker piles up nothing."""
+"""Seconds for an Abort, the wait for its turn included: the bound the field's gateways use."""
+ABORTS_AT_ONCE: Final = 4
+"""Abort calls under way at a worker. One that answers needs no more, and one that does not must not be buried under
+them. Half of the streams that are kept for control calls stay free for releases.
+"""
 INFO_TIMEOUT: Final = 5.0
 TOKENIZER_TIMEOUT: Final = 120.0
 TOKENIZER_MAX_BYTES: Final = 200 * 1024 * 1024
@@ -50,18 +58,28 @@ class WorkerClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._stub = VllmEngineStub(channel)  # type: ignore[arg-type]  # ours stands in for grpclib's Channel class
+        self._control = VllmEngineStub(channel.control)  # type: ignore[arg-type]  # as above
+        self._aborting = trio.Semaphore(ABORTS_AT_ONCE)
 
     async def connect(self) -> None:
         """Return when a call could be opened without waiting; raises LinkError when the worker cannot be reached."""
         await self._channel.connect()
 
-    async def generate(self, request: bytes) -> ClientCall:
-        """Open a Generate call; raises LinkError when the worker cannot be reached."""
-        return await self._channel.call(GENERATE, request)
+    async def generate(self, request: bytes, *, control: bool = False) -> ClientCall:
+        """Open a Generate call; raises LinkError when the worker cannot be reached. `control`: for one that frees
+        something, which must not wait for room that others take.
+        """
+        return await self._channel.call(GENERATE, request, control=control)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ask the worker to end requests by the ids it was given; unknown ids are ignored there. Raises GRPCError."""
-        await self._stub.abort(AbortRequest(request_ids=request_ids), timeout=ABORT_TIMEOUT)
+        deadline = trio.current_time() + ABORT_TIMEOUT
+        with trio.move_on_at(deadline):
+            async with self._aborting:
+                left = deadline - trio.current_time()
+                await self._control.abort(AbortRequest(request_ids=request_ids), timeout=left)
+                return
+        raise GRPCError(Status.DEADLINE_EXCEEDED, "the worker did not answer the aborts before this one in time")
 
     async def healthy(self) -> bool:
         """The worker's own word on its engine. Raises GRPCError when it cannot be asked."""

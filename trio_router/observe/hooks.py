@@ -78,6 +78,9 @@ class Observer:
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         """A worker became routable, or ceased to be."""
 
+    def channel_changed(self, *, worker: str, state: str, reason: str | None) -> None:
+        """The connection to a worker became `idle`, `connecting`, `ready`, `backoff` or `closed`."""
+
 
 class Observers(Observer):
     """Several observers as one, told in order."""
@@ -120,3 +123,7 @@ class Observers(Observer):
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         for member in self.members:
             member.worker_ready(worker=worker, role=role, ready=ready)
+
+    def channel_changed(self, *, worker: str, state: str, reason: str | None) -> None:
+        for member in self.members:
+            member.channel_changed(worker=worker, state=state, reason=reason)

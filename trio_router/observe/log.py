@@ -104,6 +104,10 @@ class RequestLog(Observer):
         level = logging.INFO if ready else logging.WARNING
         self._log.log(level, "worker ready" if ready else "worker not ready", worker=worker, role=role)
 
+    def channel_changed(self, *, worker: str, state: str, reason: str | None) -> None:
+        why = {} if reason is None else {"reason": reason}
+        self._log.debug("connection", worker=worker, state=state, **why)
+
 
 def request_fields(record: RequestRecord) -> dict[str, Any]:
     """What the line says: fields that are known, durations in milliseconds, nothing a client wrote but its id."""

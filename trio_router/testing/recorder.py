@@ -20,6 +20,7 @@ class Recorder(Observer):
         self.blamed: list[str] = []
         self.missing: list[str] = []
         self.readiness: list[tuple[str, bool]] = []
+        self.connections: list[tuple[str, str, str | None]] = []
 
     def request_ended(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -36,6 +37,9 @@ class Recorder(Observer):
 
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         self.readiness.append((worker, ready))
+
+    def channel_changed(self, *, worker: str, state: str, reason: str | None) -> None:
+        self.connections.append((worker, state, reason))
 
 
 def open_counted_router(
