@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -111,6 +112,22 @@ async def test_waiting_on_a_closed_transport_is_a_link_error_however_often(make_
                 with pytest.raises(LinkError, match="closed"):
                     await wait()
         right.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has all of these options")
+async def test_both_ends_have_the_kernel_look_after_hosts_that_vanish():
+    for end in await _tcp_pair():
+        sock = end._socket
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        seconds = [
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        ]
+        # The two ways of dying take the same time: silent, and with something on the way.
+        assert seconds == [60, 20, 3]
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * (60 + 20 * 3)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        end.close()
 
 
 async def test_a_memory_link_holds_its_capacity_and_no_more():

@@ -123,15 +123,14 @@ class Links:
         link = self._pick(control=control)
         if link is not None:
             return link
-        limit = self._settings.connect_timeout
-        until = trio.current_time() + limit
+        until = trio.current_time() + self._settings.connect_timeout
         if deadline <= until or (wait_for_ready and deadline < math.inf):
             until = deadline
         with trio.move_on_at(until):
             return await self._wait(control=control, wait_for_ready=wait_for_ready)
-        why = "" if self._failure is None else f" ({self._failure})"
         if until < deadline:
-            raise LinkError(f"no connection to {self.address} within {limit:g} s{why}")
+            raise LinkError(str(self._failure or self._no_answer()))
+        why = "" if self._failure is None else f" ({self._failure})"
         message = f"no connection to {self.address} before the call's deadline{why}"
         raise RpcError(Status.DEADLINE_EXCEEDED, message, origin=Origin.REFUSED)
 
@@ -193,8 +192,7 @@ class Links:
         return attempt
 
     async def _dial(self, attempt: _Attempt) -> None:
-        limit = self._settings.connect_timeout
-        attempt.scope.deadline = trio.current_time() + limit
+        attempt.scope.deadline = trio.current_time() + self._settings.connect_timeout
         try:
             with attempt.scope:
                 transport = await self._dialer(self.address)
@@ -207,7 +205,7 @@ class Links:
                     raise LinkError(str(link.closed_because or f"{self.address} takes no calls"))
                 attempt.error = None
             if attempt.scope.cancelled_caught and not self._closing.is_set():
-                attempt.error = LinkError(f"cannot connect to {self.address}: no answer within {limit:g} s")
+                attempt.error = self._no_answer()
         except Exception as exc:  # noqa: BLE001  # a dialer's failure, mistakes included, belongs to those who wait
             attempt.error = exc
         finally:
@@ -258,6 +256,10 @@ class Links:
         if self._attempt is not None:
             return ChannelState.CONNECTING
         return ChannelState.IDLE if self._failure is None else ChannelState.BACKOFF
+
+    def _no_answer(self) -> LinkError:
+        limit = self._settings.connect_timeout
+        return LinkError(f"cannot connect to {self.address}: no answer within {limit:g} s")
 
     def _was_closed(self) -> LinkError:
         return LinkError(f"the channel to {self.address} was closed")
