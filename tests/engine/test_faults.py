@@ -91,3 +91,16 @@ async def test_the_first_frame_comes_late(fleet):
     answer = await fleet.generate("d", PROMPT, kv=await fleet.prefill("p", PROMPT), max_tokens=3, ignore_eos=True)
     assert [round(at - start) for at in answer.times] == [7, 7, 7, 7]
     assert len(fleet.workers["p"].ledger) == 0, "the pull did not wait"
+
+
+async def test_a_delay_that_is_over_while_the_prefill_is_held_keeps_nobody_busy(fleet):
+    worker = fleet.workers["p"]
+    worker.faults = Faults(first_frame_delay_seconds=1.0)
+    call = await fleet.call("p", fleet.request(PROMPT, kv={"do_remote_decode": True}, stream=False, max_tokens=1))
+    await trio.sleep(0.5)
+    worker.faults = Faults(hold_prefill=True)
+    # An engine that went round without waiting would let no time pass on this clock.
+    await trio.sleep(50)
+    assert not call.ended
+    worker.faults = Faults()
+    assert (await fleet.read(call)).kv is not None

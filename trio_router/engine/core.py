@@ -206,15 +206,14 @@ class Core:
     def _may_begin(self, sequence: Sequence, *, now: float) -> bool:
         """Whether a sequence whose context is ready may give its first token."""
         faults = self.faults
-        if faults.hold_prefill and sequence.directive.pin:
-            return False
+        # The delay first: one that is over and not taken back would have the engine look again and again.
         if faults.first_frame_delay_seconds and sequence.ready_at is None:
             sequence.ready_at = now + faults.first_frame_delay_seconds
         if sequence.ready_at is not None:
             if sequence.ready_at > now:
                 return False
             sequence.ready_at = None
-        return True
+        return not (faults.hold_prefill and sequence.directive.pin)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """A block for the token that the next step computes, taken from the youngest if need be."""
