@@ -42,6 +42,7 @@ def stream():
     yield io.StringIO()
     root.handlers[:], level = before
     root.setLevel(level)
+    logging.getLogger("trio_router").setLevel(logging.NOTSET)
 
 
 class TestFields:
@@ -148,6 +149,14 @@ class TestLines:
         assert stream.getvalue() == ""
         logging.getLogger("trio_router.dispatch").warning("loud %d", 1)
         assert json.loads(stream.getvalue())["event"] == "loud 1"
+
+    def test_debugging_is_about_us_and_not_about_libraries_which_write_headers_with_keys_in_them(self, stream):
+        set_up_logging(LogSettings(json=True, level="debug"), stream=stream)
+        logging.getLogger("hpack.hpack").debug("Adding b'authorization'=b'Bearer key' to the header table")
+        assert stream.getvalue() == ""
+        logging.getLogger("trio_router.dispatch").debug("ours")
+        logging.getLogger("hpack.hpack").info("theirs")
+        assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["ours", "theirs"]
 
     def test_a_module_s_exception_is_one_json_line(self, stream):
         set_up_logging(LogSettings(json=True), stream=stream)

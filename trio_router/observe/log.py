@@ -54,7 +54,10 @@ def set_up_logging(settings: LogSettings, *, stream: TextIO | None = None) -> No
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.level.upper())
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    # Libraries tell at most what they call worth knowing: at debug level hpack writes every header, keys included.
+    root.setLevel(max(level, logging.INFO))
+    logging.getLogger("trio_router").setLevel(level)
 
 
 # Tracebacks without the variables of their frames, which both forms show unless told otherwise: they hold what clients
