@@ -486,6 +486,22 @@ async def test_a_whole_answer_has_a_bound(autojump_clock, serve, scripted, frame
     assert (response.status, response.json["error"]["code"]) == (413, "response_too_large")
 
 
+# models
+
+
+async def test_a_client_that_has_to_choose_a_model_is_told_so(autojump_clock, serve, scripted, frames) -> None:
+    router = scripted(frames.text("hi"))
+    router.served = ["one", "two"]
+    client = await (await serve(router)).connect()
+    asked = {"messages": HELLO["messages"]}
+
+    refused = await client.post(CHAT, asked)
+
+    assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_request_parameters")
+    assert refused.json["error"]["message"] == "several models are served here: one, two; the request must name one"
+    assert (await client.post(CHAT, {**asked, "model": "two"})).json["model"] == "two"
+
+
 # memory
 
 

@@ -61,7 +61,10 @@ class Services:
             raise BadRequest(f"n={n}{each} asks for {n * prompts} choices, more than the limit of {limit}")
 
     def model(self, wanted: str | None) -> str:
-        """The model to use; the one there is when the client names none. Raises ModelNotFound, WorkerUnavailable."""
+        """The model to use; the one there is when the client names none.
+
+        Raises ModelNotFound, WorkerUnavailable, and BadRequest for a client that has to choose and does not.
+        """
         models = self.router.models()
         if not models:
             raise WorkerUnavailable("no worker is ready")
@@ -69,6 +72,8 @@ class Services:
             return wanted
         if not wanted and len(models) == 1:
             return models[0]
+        if not wanted:
+            raise BadRequest(f"several models are served here: {', '.join(models)}; the request must name one")
         raise ModelNotFound(f"model {wanted!r} is not served here; served: {', '.join(models)}")
 
 
