@@ -5,10 +5,12 @@ Nothing here runs before a command is chosen and its settings are whole.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -42,11 +44,19 @@ def say(line: str) -> None:
     print(line, flush=True)  # noqa: T201  # a command's output
 
 
+def announce(line: str) -> None:
+    """Print a line if anybody still reads: a server that serves must not end because of it."""
+    try:
+        say(line)
+    except OSError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for the rest of the process
+
+
 def _serve(values: Values) -> int:
     settings = service_settings(values)
     settings.validate()
     set_up_logging(settings.log)
-    trio.run(partial(serve, fit_descriptors(settings), say=say))
+    trio.run(partial(serve, fit_descriptors(settings), say=announce))
     return 0
 
 
@@ -59,7 +69,7 @@ def _check_config(values: Values) -> int:
 def _worker(values: Values) -> int:
     settings = worker_settings(values)
     set_up_logging(log_settings(values))
-    trio.run(partial(run_worker, settings, say=say))
+    trio.run(partial(run_worker, settings, say=announce))
     return 0
 
 
