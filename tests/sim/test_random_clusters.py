@@ -26,19 +26,32 @@ FAULTS = [
     Faults(refuse_admission=True),
     Faults(drop_handoff=True),
     Faults(first_frame_delay_seconds=0.3),
+    Faults(hold_prefill=True),
+    Faults(hold_pull=True),
+    Faults(hang=True),
 ]
 
 
 async def client(cluster: Cluster, rng: random.Random, answers: dict[str, list[int]]) -> None:
     prompt = f"Prompt {rng.randrange(20)} about the weather in the mountains"
     patience = rng.choice([0.001, 0.01, 0.05, 0.2, 30.0, 30.0, 30.0])
-    request = cluster.request(prompt, max_tokens=rng.randrange(1, 20))
+    request = cluster.request(prompt, max_tokens=rng.randrange(1, 20), n=rng.choice([1, 1, 1, 1, 2]))
+    request.sampling_params.temperature = 0.5  # engines refuse several greedy samples
+    request.sampling_params.seed = 1
     await trio.sleep(rng.random() * 2)
     with trio.move_on_after(patience):
         try:
             answers[f"{request.request_id} {prompt}"] = await collect(cluster.router, request)
         except RouterError as exc:
             answers[f"{request.request_id} {prompt} {exc.error_code}"] = []
+
+
+async def aborter(cluster: Cluster, rng: random.Random) -> None:
+    """A client that aborts requests by their ids, its own and others'."""
+    for _ in range(15):
+        await trio.sleep(rng.random() * 0.3)
+        names = [f"request-{rng.randrange(1, REQUESTS)}" for _ in range(3)]
+        await cluster.router.abort(names)
 
 
 async def mischief(cluster: Cluster, rng: random.Random) -> None:
@@ -55,6 +68,7 @@ async def scenario(rng: random.Random) -> tuple[list[str], list[str], int]:
         answers: dict[str, list[int]] = {}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mischief, cluster, rng)
+            nursery.start_soon(aborter, cluster, rng)
             for _ in range(REQUESTS):
                 nursery.start_soon(client, cluster, rng, answers)
         # A lease that outlived its janitor's bound still ends by itself; nothing is left after that.
@@ -67,6 +81,8 @@ async def scenario(rng: random.Random) -> tuple[list[str], list[str], int]:
         leaks = [leak for leak in cluster.leaks() if "leases expired" not in leak]
         assert await collect(cluster.router, cluster.request()), "the fleet must still serve"
         assert len(cluster.recorder.records) == REQUESTS + 1
+        pinned = sum(worker.counters.pinned for worker in cluster.prefill)
+        assert len(cluster.recorder.handoffs) == pinned, "every handoff is told of once (I3)"
         return leaks, trace, excess
 
 
