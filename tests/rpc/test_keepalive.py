@@ -122,6 +122,10 @@ class TestDying:
 
     def test_the_timeout_is_its_own(self):
         assert watch(until=1000, dies_at=5, settings=KeepaliveSettings(timeout=3)) == ([30], 33)
+        assert watch(until=1000, dies_at=5, settings=KeepaliveSettings(timeout=300)) == ([30], 330)
+
+    def test_a_long_timeout_makes_no_pause_longer(self):
+        assert watch(until=400, settings=KeepaliveSettings(timeout=300)) == ([30, 60, 90, 390], None)
 
 
 times = st.lists(st.floats(0, 5000, allow_nan=False), max_size=40)

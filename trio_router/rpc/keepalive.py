@@ -110,10 +110,14 @@ class Watch:
         return self._judge_answer(now, came=came) if self._waiting else self._judge_silence(now, came=came, busy=busy)
 
     def _judge_answer(self, now: float, *, came: int) -> Verdict:
+        if not came:
+            gives_up_at = self._pinged_at + self._pace.settings.timeout
+            self.next_look = min(self.next_look, gives_up_at)
+            return Verdict.FINE if now < gives_up_at else Verdict.DEAD
         self._waiting = False
         # The answer is about as old as the ping. What else came earns no further pings: it may be part of the answer.
-        self._heard_at = self._pinged_at if came <= 1 else now
-        return Verdict.FINE if came else Verdict.DEAD
+        self._heard_at = self._pinged_at if came == 1 else now
+        return Verdict.FINE
 
     def _judge_silence(self, now: float, *, came: int, busy: bool) -> Verdict:
         pace = self._pace
@@ -129,7 +133,7 @@ class Watch:
         self._free = max(0, self._free - 1)
         self._pinged_at = now
         self._waiting = True
-        self.next_look = now + pace.settings.timeout
+        self.next_look = min(self.next_look, now + pace.settings.timeout)
         return Verdict.PING
 
 
