@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isasyncgen
@@ -32,6 +32,14 @@ from .transport import Listener, Transport
 
 _log: Final = logging.getLogger(__name__)
 
+HANDSHAKE_TIMEOUT: Final = 10.0
+"""Seconds a new connection may take until its client's first SETTINGS, TLS included: several round trips of a bad
+network, and no longer, for a silent client holds one of the connections.
+"""
+
+SILENCE_TOLERATED: Final = 1.0
+"""Seconds after which a connection whose client has said nothing yet makes room for a new one, if there is no other."""
+
 RawHandler = Callable[[ServerCall], Awaitable[None]]
 
 
@@ -43,13 +51,15 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Bounds of a server. `max_connections` keeps descriptors below the system's limit.
+    """Bounds of a server. `max_connections` keeps descriptors below the system's limit. Times are in seconds.
 
+    `handshake_timeout`: how long a client may take to introduce itself, TLS and its first SETTINGS together.
     `ping_limits`: how often clients may ping. `keepalive`: how silent clients are pinged; without it those whose host
     has vanished are found by TCP, in two minutes.
     """
 
     max_connections: int = 1024
+    handshake_timeout: float = HANDSHAKE_TIMEOUT
     ping_limits: PingLimits = field(default_factory=PingLimits)
     keepalive: KeepaliveSettings | None = None
     http2: Http2Settings = field(default_factory=Http2Settings)
@@ -75,6 +85,8 @@ class Server:
         self._listeners: list[Listener] = []
         self._draining = False
         self._connections = 0
+        # Connections without their client's first words, and since when; the oldest come first.
+        self._silent: dict[trio.CancelScope, float] = {}
         self.calls_in_flight = 0
 
     def __repr__(self) -> str:
@@ -90,7 +102,7 @@ class Server:
             try:
                 while True:
                     transport = await listener.accept()
-                    if self._connections >= self._settings.max_connections:
+                    if self._connections >= self._settings.max_connections and not self._drop_a_silent_one():
                         transport.close()
                         continue
                     self._connections += 1
@@ -108,7 +120,35 @@ class Server:
         for link in list(self._links):
             _drain(link)
 
+    def _drop_a_silent_one(self) -> bool:
+        for scope, since in self._silent.items():
+            if trio.current_time() - since < SILENCE_TOLERATED:
+                break
+            del self._silent[scope]
+            scope.cancel(reason="said nothing, and there were too many connections")
+            return True
+        return False
+
     async def _serve_connection(self, transport: Transport) -> None:
+        scope = trio.CancelScope(deadline=trio.current_time() + self._settings.handshake_timeout)
+        self._silent[scope] = trio.current_time()
+        try:
+            with scope:
+                await transport.establish()
+                await self._serve_link(transport, greeting=scope)
+            if scope.cancelled_caught:
+                _log.info("%s did not finish its handshake in time", transport.peer)
+        except LinkError as exc:
+            _log.info("a client did not get in: %s", exc)
+        except Exception:  # noqa: BLE001  # as the next line says
+            # The edge of a connection: what fails in this one must not end the others.
+            _log.exception("connection of %s failed", transport.peer)
+        finally:
+            transport.close()
+            self._silent.pop(scope, None)
+            self._connections -= 1
+
+    async def _serve_link(self, transport: Transport, *, greeting: trio.CancelScope) -> None:
         settings = self._settings
         link: Link
         try:
@@ -124,11 +164,17 @@ class Server:
                 self._links[link] = None
                 if self._draining:
                     _drain(link)
+                calls.start_soon(self._admit, link, greeting)
                 await link.run()
                 calls.cancel_scope.cancel()
         finally:
             del self._links[link]
-            self._connections -= 1
+
+    async def _admit(self, link: Link, greeting: trio.CancelScope) -> None:
+        with suppress(LinkError):
+            await link.greeted()
+            self._silent.pop(greeting, None)
+            greeting.deadline = math.inf
 
     async def _serve_call(self, call: ServerCall, link: Link) -> None:
         self.calls_in_flight += 1

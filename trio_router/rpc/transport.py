@@ -53,7 +53,8 @@ class Transport(Protocol):
         """The other end's address, for messages and logs."""
 
     async def establish(self) -> None:
-        """Do what comes before the first byte, such as a handshake; to be awaited once, by who owns the deadline.
+        """Do what comes before the first byte, such as a handshake. Who accepts a transport awaits it once, and owns
+        the deadline; a dialer has done it.
 
         Raises LinkError when the two ends do not agree. Whether it raises or is cancelled, closing is still to be done.
         """
@@ -85,16 +86,16 @@ class Listener(Protocol):
         """The bound address, dialable by the matching dialer."""
 
     async def accept(self) -> Transport:
-        """Wait for the next peer; raise LinkError once closed."""
+        """Wait for the next peer, to be established; raise LinkError once closed."""
 
     def close(self) -> None:
         """Refuse further peers and wake the acceptor."""
 
 
 Dialer = Callable[[str], Awaitable[Transport]]
-"""Takes an address, such as `host:port`, returns a connected transport or raises LinkError.
+"""Takes an address, such as `host:port`, returns an established transport or raises LinkError.
 
-Who dials owns the deadline, and awaits `establish` next.
+Who dials owns the deadline.
 """
 
 
