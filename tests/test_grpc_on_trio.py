@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,17 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def test_every_block_prints_what_is_shown_below_it(monkeypatch, capsys):
+@pytest.fixture
+def certificates(tmp_path, monkeypatch, authority, server_pair, client_pair):
+    """The files that the page speaks of, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(authority.ca_file, "ca.pem")
+    for name, pair in (("server", server_pair), ("client", client_pair)):
+        shutil.copy(pair.cert_file, f"{name}.pem")
+        shutil.copy(pair.key_file, f"{name}.key")
+
+
+def test_every_block_prints_what_is_shown_below_it(monkeypatch, capsys, certificates):
     monkeypatch.syspath_prepend(ROOT / "examples")
     names: dict[str, Any] = {"__name__": "grpc_on_trio"}
     blocks = list(re.finditer(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL))

@@ -15,6 +15,7 @@ from .memory import MemoryNetwork, memory_link
 from .metadata import Origin, RpcError
 from .server import RawHandler, Server, ServerSettings
 from .servercall import ServerCall
+from .tls import ClientTls, ServerTls
 from .transport import Dialer, Listener, Transport, dial_tcp, open_tcp_listener
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ChannelSettings",
     "ChannelState",
     "ClientCall",
+    "ClientTls",
     "Dialer",
     "Http2Settings",
     "KeepaliveSettings",
@@ -36,6 +38,7 @@ __all__ = [
     "Server",
     "ServerCall",
     "ServerSettings",
+    "ServerTls",
     "Sink",
     "StateChange",
     "Transport",
