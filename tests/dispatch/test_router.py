@@ -390,7 +390,7 @@ async def test_a_fleet_that_cannot_serve_is_refused_before_anything_is_dialed(ro
             pass
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://x:1", "grpc://x", "grpc://x:y", "grpc://:1", "grpcs://x:1"])
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://x:1", "grpc://x", "grpc://x:y", "grpc://:1", "grpcs://x"])
 def test_a_worker_url_is_checked_where_it_is_written(url):
     with pytest.raises(ConfigError, match="worker URL"):
         WorkerSpec(url=url, role=WorkerRole.PLAIN)

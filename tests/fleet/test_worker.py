@@ -22,6 +22,11 @@ class TestSpec:
             ("grpc://worker.example:1/", "worker.example:1"),
             ("grpc://[::1]:65535", "[::1]:65535"),
             ("GRPC://Worker:7", "worker:7"),
+            ("grpcs://worker:7", "worker:7"),
+            ("unix:/run/Worker.sock", "unix:/run/Worker.sock"),
+            ("unix:///run/worker", "unix:/run/worker"),
+            ("grpc+unix:/run/worker", "unix:/run/worker"),
+            ("unix:here", "unix:here"),
         ],
     )
     def test_an_address_is_what_is_dialed(self, url, address):
@@ -43,15 +48,23 @@ class TestSpec:
             "grpc://x:1#there",
             "grpc://me:secret@x:1",
             "grpc://[::1:5",
+            "grpcs://x",
+            "unix:",
+            "unix://",
+            "unix://x/path",
+            "unix:/path?query",
+            "grpcs+unix:/path",
         ],
     )
     def test_what_is_no_worker_url_is_refused_where_it_is_written(self, url):
         with pytest.raises(ConfigError, match="worker URL"):
             WorkerSpec(url=url, role=WorkerRole.PLAIN)
 
-    def test_tls_is_said_to_be_missing_and_not_to_be_a_mistake(self):
-        with pytest.raises(ConfigError, match="TLS to workers is not built yet"):
-            WorkerSpec(url="grpcs://x:1", role=WorkerRole.PLAIN)
+    @pytest.mark.parametrize(
+        ("url", "tls"), [("grpcs://x:1", True), ("GRPCS://x:1", True), ("grpc://x:1", False), ("unix:/x", False)]
+    )
+    def test_only_grpcs_asks_for_tls(self, url, tls):
+        assert WorkerSpec(url=url, role=WorkerRole.PLAIN).tls is tls
 
     def test_a_password_in_a_url_is_not_repeated(self):
         with pytest.raises(ConfigError) as caught:

@@ -49,7 +49,9 @@ class Secured:
         return self.client_tls.dialer(self.network.dial)
 
     def channel(self, **settings):
-        return open_channel(self.address, dialer=self.dialer, settings=ChannelSettings(**settings))
+        return open_channel(
+            self.address, dialer=self.network.dial, settings=ChannelSettings(tls=self.client_tls, **settings)
+        )
 
 
 @asynccontextmanager
@@ -138,6 +140,43 @@ class TestCalls:
                         await channel.connect()
 
 
+class TestWhomCallsAreFor:
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({}, "https memory:1"),
+            ({"tls": "server.test"}, "https server.test"),
+            ({"tls": "server.test", "authority": "me:7"}, "https me:7"),
+            ({"tls": None, "authority": "me:7"}, "http me:7"),
+            ({"tls": None}, "http memory:1"),
+            ({"tls": None, "address": "unix:/run/x"}, "http localhost"),
+            ({"address": "unix:/run/x"}, "https localhost"),
+        ],
+    )
+    async def test_it_is_said_in_the_headers(self, server_pair, authority, autojump_clock, settings, expected):
+        told: dict[bytes, bytes] = {}
+
+        async def note(call: ServerCall) -> None:
+            told.update(call._stream.headers)
+
+        network = MemoryNetwork()
+        name = settings.get("tls", "")
+        listener = network.listen(settings.get("address", "memory:1"))
+        if name is not None:
+            listener = ServerTls(**server_pair._asdict()).listen(listener)
+        tls = None if name is None else ClientTls(ca_file=authority.ca_file, server_name=name or None)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(Server(raw={ECHO: note}).serve, listener)
+            async with open_channel(
+                listener.address,
+                dialer=network.dial,
+                settings=ChannelSettings(tls=tls, authority=settings.get("authority")),
+            ) as channel:
+                assert await (await channel.call(ECHO, b"")).receive() is None
+            nursery.cancel_scope.cancel()
+        assert f"{told[b':scheme'].decode()} {told[b':authority'].decode()}" == expected
+
+
 class TestPlaintextByMistake:
     async def test_a_plain_client_of_a_tls_server_gets_nowhere(self, server_pair, client_tls, autojump_clock, caplog):
         caplog.set_level(logging.INFO)
@@ -156,7 +195,8 @@ class TestPlaintextByMistake:
         async with trio.open_nursery() as nursery:
             server = Server(raw={ECHO: echo})
             await nursery.start(server.serve, listener)
-            async with open_channel(listener.address, dialer=client_tls.dialer(network.dial)) as channel:
+            tls = ChannelSettings(tls=client_tls)
+            async with open_channel(listener.address, dialer=network.dial, settings=tls) as channel:
                 with pytest.raises(LinkError, match="it does not speak TLS; is it a plaintext port or client"):
                     await channel.connect()
             assert await settled(server) == 0
@@ -198,8 +238,8 @@ class TestRenewal:
             async with at.channel() as refused:
                 with pytest.raises(LinkError, match="not trusted here"):
                     await refused.connect()
-            new_tls = ClientTls(ca_file=stranger.ca_file)
-            async with open_channel(at.address, dialer=new_tls.dialer(at.network.dial)) as new:
+            at.client_tls = ClientTls(ca_file=stranger.ca_file)
+            async with at.channel() as new:
                 assert await echoes(new)
 
     async def test_a_renewal_that_cannot_be_used_changes_nothing(
@@ -235,10 +275,8 @@ class TestHandshakesThatDoNotEnd:
     async def test_a_server_that_says_nothing_ends_the_dial_in_time(self, client_tls, autojump_clock):
         network = MemoryNetwork()
         listener = network.listen()
-        dialer = client_tls.dialer(network.dial)
-        async with open_channel(
-            listener.address, dialer=dialer, settings=ChannelSettings(connect_timeout=3)
-        ) as channel:
+        settings = ChannelSettings(tls=client_tls, connect_timeout=3)
+        async with open_channel(listener.address, dialer=network.dial, settings=settings) as channel:
             began = trio.current_time()
             with pytest.raises(LinkError, match="within 3 s"):
                 await channel.connect()
@@ -359,8 +397,8 @@ async def test_leaving_at_any_step_of_the_handshake_leaves_nothing_behind(server
             with scope, suppress(LinkError):
                 async with open_channel(
                     at.address,
-                    dialer=client_tls.dialer(below),
-                    settings=ChannelSettings(http2=NARROW, connect_timeout=5),
+                    dialer=below,
+                    settings=ChannelSettings(tls=client_tls, http2=NARROW, connect_timeout=5),
                 ) as channel:
                     await channel.connect()
             trio.lowlevel.remove_instrument(instrument)

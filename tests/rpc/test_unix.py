@@ -111,7 +111,7 @@ class TestDialing:
         async with trio.open_nursery() as nursery:
             with closing(await listen(form.format(path))) as listener:
                 await nursery.start(Server(raw={CALL: tell_who}).serve, listener)
-                async with open_channel(form.format(path), dialer=dial) as channel:
+                async with open_channel(form.format(path)) as channel:
                     call = await channel.call(CALL, b"")
                     assert await call.receive() == f"unix:{path}".encode()
                 nursery.cancel_scope.cancel()

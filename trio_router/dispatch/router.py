@@ -8,7 +8,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -24,6 +24,7 @@ from ..protocol.codec import decode, encode
 from ..protocol.messages import GenerateRequest, GenerateResponse
 from ..rpc.channel import ChannelSettings, StateChange, connect_channel
 from ..rpc.endpoint import dial
+from ..rpc.tls import ClientTls
 from ..rpc.transport import Dialer
 from ..scopes import plain_errors
 from .attempts import Attempts
@@ -42,7 +43,7 @@ class RouterSettings:
     """Everything `open_router` needs. Times are seconds.
 
     `workers` are either prefill and decode workers, or plain ones. `fresh_fraction` is the share of its lease up to
-    which a handoff may still be offered.
+    which a handoff may still be offered. `channel.tls` is for the workers whose URL asks for TLS, and for no other.
     """
 
     workers: tuple[WorkerSpec, ...] = ()
@@ -71,6 +72,14 @@ class RouterSettings:
         twice = next((url for url in urls if urls.count(url) > 1), None)
         if twice is not None:
             raise ConfigError(f"worker {twice} is configured twice")
+        for spec in self.workers:
+            tls = self.channel_to(spec).tls
+            if tls is not None:
+                tls.validate()
+
+    def channel_to(self, spec: WorkerSpec) -> ChannelSettings:
+        """`channel` as it is for this worker."""
+        return replace(self.channel, tls=(self.channel.tls or ClientTls()) if spec.tls else None)
 
 
 class Router:
@@ -337,7 +346,7 @@ def _make_worker(
         observer.channel_changed(worker=change.address, state=change.state.value, reason=change.reason)
 
     channel = connect_channel(
-        nursery, spec.address, dialer=dialer, settings=settings.channel, on_state=tell, chance=chance
+        nursery, spec.address, dialer=dialer, settings=settings.channel_to(spec), on_state=tell, chance=chance
     )
     return Worker(spec, client=WorkerClient(channel))
 

@@ -7,6 +7,7 @@ from enum import StrEnum, unique
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
+from ..rpc.transport import UNIX_SCHEME
 from .client import WorkerClient, WorkerFacts
 
 
@@ -21,7 +22,10 @@ class WorkerRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """A worker as configured. `url` is grpc://host:port; `bootstrap_port` belongs to push connectors."""
+    """A worker as configured. `bootstrap_port` belongs to push connectors.
+
+    `url` is grpc://host:port, grpcs://host:port for TLS, or unix:/path (grpc+unix:/path means the same).
+    """
 
     url: str
     role: WorkerRole
@@ -31,8 +35,13 @@ class WorkerSpec:
         self.address  # noqa: B018  # a wrong URL is told where it is written, not at the first request
 
     @property
+    def tls(self) -> bool:
+        """Whether the worker speaks TLS."""
+        return urlsplit(self.url).scheme == "grpcs"
+
+    @property
     def address(self) -> str:
-        """`host:port` to dial. Raises ConfigError when the URL is not one of a gRPC worker."""
+        """`host:port` or `unix:path` to dial. Raises ConfigError when the URL is not one of a gRPC worker."""
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -40,17 +49,18 @@ class WorkerSpec:
             raise ConfigError(f"worker URL {self.url!r}: {exc}") from exc
         if parts.username is not None or parts.password is not None:
             raise ConfigError(f"worker URL grpc://…@{parts.hostname}:{port}: workers take no credentials")
-        if parts.scheme == "grpcs":
-            raise ConfigError(f"worker URL {self.url!r}: TLS to workers is not built yet; use grpc://")
-        has_more = parts.path not in ("", "/") or parts.query or parts.fragment
-        if parts.scheme != "grpc" or not parts.hostname or not port or has_more:
-            raise ConfigError(f"worker URL {self.url!r} is not grpc://host:port")
+        has_more = bool(parts.query or parts.fragment)
+        if parts.scheme in ("unix", "grpc+unix") and parts.path and not parts.netloc and not has_more:
+            return f"{UNIX_SCHEME}{parts.path}"
+        has_more = has_more or parts.path not in ("", "/")
+        if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not port or has_more:
+            raise ConfigError(f"worker URL {self.url!r} is not grpc://host:port, grpcs://host:port or unix:/path")
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return f"{host}:{port}"
 
 
 class Worker:
-    """A registered worker. Its address, as `host:port`, is its name in logs and metrics."""
+    """A registered worker. Its address is its name in logs and metrics."""
 
     def __init__(self, spec: WorkerSpec, *, client: WorkerClient) -> None:
         self.spec = spec

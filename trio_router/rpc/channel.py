@@ -17,11 +17,12 @@ from grpclib.metadata import Deadline
 
 from ..scopes import plain_errors
 from .call import ClientCall, open_call
+from .endpoint import dial
 from .link import Link
 from .links import ChannelSettings, ChannelState, Links, OnState, StateChange, ignore_state
 from .metadata import MetadataLike, request_headers
 from .stub import ControlStubs, Reply, Request, StubStream
-from .transport import Dialer, dial_tcp
+from .transport import Dialer, authority_of
 
 __all__ = ["Channel", "ChannelSettings", "ChannelState", "StateChange", "connect_channel", "open_channel"]
 
@@ -29,9 +30,11 @@ __all__ = ["Channel", "ChannelSettings", "ChannelState", "StateChange", "connect
 class Channel:
     """Calls to one address. Made by `open_channel` or `connect_channel`."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, *, authority: str, scheme: str) -> None:
         self.address = links.address
         self._links = links
+        self._authority = authority
+        self._scheme = scheme
 
     def __repr__(self) -> str:
         return f"<Channel {self.address} {self._links}>"
@@ -147,7 +150,7 @@ class Channel:
         deadline = math.inf if timeout is None else trio.current_time() + timeout
         link = await self._links.find(deadline=deadline, control=control, wait_for_ready=wait_for_ready)
         left = None if timeout is None else max(0.0, deadline - trio.current_time())
-        headers = request_headers(path, authority=self.address, metadata=metadata, timeout=left)
+        headers = request_headers(path, authority=self._authority, metadata=metadata, timeout=left, scheme=self._scheme)
         return open_call(link, headers, path=path, deadline=None if timeout is None else deadline)
 
 
@@ -155,12 +158,12 @@ class Channel:
 async def open_channel(
     address: str,
     *,
-    dialer: Dialer = dial_tcp,
+    dialer: Dialer = dial,
     settings: ChannelSettings | None = None,
     on_state: OnState = ignore_state,
     chance: Callable[[], float] = random.random,
 ) -> AsyncIterator[Channel]:
-    """A channel to `host:port` that lives as long as the block; its links end with it.
+    """A channel to `host:port` or `unix:path` that lives as long as the block; its links end with it.
 
     `on_state` is told of every change of `Channel.state`, as it happens. `chance` is the jitter's, in [0, 1).
     """
@@ -180,18 +183,17 @@ def connect_channel(
     nursery: trio.Nursery,
     address: str,
     *,
-    dialer: Dialer = dial_tcp,
+    dialer: Dialer = dial,
     settings: ChannelSettings | None = None,
     on_state: OnState = ignore_state,
     chance: Callable[[], float] = random.random,
 ) -> Channel:
     """The same with a nursery of the caller's, who ends the links by `close` or by cancelling it."""
-    links = Links(
-        address,
-        nursery=nursery,
-        dialer=dialer,
-        settings=settings or ChannelSettings(),
-        on_state=on_state,
-        chance=chance,
+    settings = settings or ChannelSettings()
+    links = Links(address, nursery=nursery, dialer=dialer, settings=settings, on_state=on_state, chance=chance)
+    server_name = settings.tls.server_name if settings.tls is not None else None
+    return Channel(
+        links,
+        authority=settings.authority or server_name or authority_of(address),
+        scheme="http" if settings.tls is None else "https",
     )
-    return Channel(links)

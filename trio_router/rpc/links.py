@@ -23,6 +23,7 @@ from .backoff import Backoff, BackoffSettings
 from .keepalive import KeepaliveSettings, Pace
 from .link import Link
 from .metadata import Origin, RpcError
+from .tls import ClientTls
 from .transport import Dialer
 
 CONTROL_STREAMS: Final = 8
@@ -33,12 +34,17 @@ CONTROL_STREAMS: Final = 8
 class ChannelSettings:
     """How a channel connects.
 
-    `connect_timeout` is in seconds and covers resolving, dialing and the peer's first words (its SETTINGS). Bulk calls
-    leave `control_streams` free on each link (at most half of what the peer allows); when that makes every link full,
-    another one is dialed, up to `max_links`. Without `keepalive` silent peers are not pinged.
+    `connect_timeout` is in seconds and covers resolving, dialing, the TLS handshake and the peer's first words (its
+    SETTINGS). Without `tls` connections are plain. `authority` is whom calls say they are for (None: the TLS server
+    name where one is set, else the address).
+
+    Bulk calls leave `control_streams` free on each link (at most half of what the peer allows); when that makes every
+    link full, another one is dialed, up to `max_links`. Without `keepalive` silent peers are not pinged.
     """
 
     connect_timeout: float = 10.0
+    tls: ClientTls | None = None
+    authority: str | None = None
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
     keepalive: KeepaliveSettings | None = field(default_factory=KeepaliveSettings)
     control_streams: int = CONTROL_STREAMS
@@ -96,7 +102,7 @@ class Links:
         self.state = ChannelState.IDLE
         self.all: list[Link] = []  # those that have closed stay until the next one is made
         self._nursery = nursery
-        self._dialer = dialer
+        self._dialer = dialer if settings.tls is None else settings.tls.dialer(dialer)
         self._settings = settings
         self._on_state = on_state
         self._chance = chance

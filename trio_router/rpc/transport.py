@@ -252,6 +252,11 @@ def host_of(address: str) -> str:
     return "localhost" if address.startswith(UNIX_SCHEME) else split_address(address)[0]
 
 
+def authority_of(address: str) -> str:
+    """Whom calls to an address are for, as a URL would say it. A path cannot be said."""
+    return host_of(address) if address.startswith(UNIX_SCHEME) else address
+
+
 def _format_address(sockname: tuple[str, int] | tuple[str, int, int, int]) -> str:
     host, port = sockname[0], sockname[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
