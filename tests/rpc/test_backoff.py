@@ -65,6 +65,13 @@ class TestFailures:
             ends.append(backoff.not_before - now)
         assert ends[1:] == [1, 2, 4]
 
+    def test_one_that_was_made_ends_the_pause(self):
+        backoff = Backoff(PLAIN)
+        for now in (100.0, 100.0, 100.0):
+            backoff.failed(now=now, chance=0.5)
+        backoff.made()
+        assert backoff.not_before < 100
+
     def test_one_that_does_not_last_after_failures_is_no_recovery(self):
         backoff = Backoff(PLAIN)
         for now in (100.0, 200.0, 300.0):

@@ -395,6 +395,40 @@ class TestVisibility:
         ]
         assert {change.address for change in scene.states} == {ADDRESS}
 
+    async def test_closing_is_told_as_such_whatever_there_is_to_close(self, autojump_clock):
+        async with open_scene() as scene:
+            await scene.start()
+            await scene.say()
+            scene.channel.close()
+            assert scene.seen()[-1] == ("closed", None)
+            await trio.testing.wait_all_tasks_blocked()
+        async with open_scene() as dialing, trio.open_nursery() as nursery:
+            dialing.network.black_hole(ADDRESS)
+
+            async def call() -> None:
+                with pytest.raises(LinkError, match="closed"):
+                    await dialing.say()
+
+            nursery.start_soon(call)
+            await trio.sleep(1)
+            dialing.channel.close()
+        for seen in (scene.seen(), dialing.seen()):
+            assert [state for state, _ in seen].count("closed") == 1
+            assert seen[-1] == ("closed", None)
+
+    async def test_a_link_lost_after_a_second_one_could_not_be_made_leaves_no_pause_behind(self, autojump_clock):
+        async with open_scene() as scene:
+            http2 = Http2Settings(max_concurrent_streams=2)
+            scene.server = Server(raw={CALL: echo}, settings=ServerSettings(http2=http2))
+            await scene.start()
+            await scene.channel.start(CALL)
+            scene.network._listeners.clear()
+            with pytest.raises(LinkError):
+                await scene.channel.start(CALL)
+            await trio.sleep(30)
+            await scene.stop()
+            assert scene.channel.state == "idle"
+
     async def test_a_dialers_mistake_is_no_state_of_the_peer(self, autojump_clock):
         async def dial(address: str) -> Transport:
             raise ZeroDivisionError(address)

@@ -56,6 +56,10 @@ class Backoff:
         self._failures += 1
         self.not_before = now + self._settings.pause(self._failures, chance=chance)
 
+    def made(self) -> None:
+        """A connection was made. Whether it counts will show; another one may be made at once."""
+        self.not_before = -math.inf
+
     def lost(self, *, now: float, lasted: float, chance: float) -> None:
         """A connection has ended that lasted so many seconds.
 

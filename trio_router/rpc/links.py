@@ -143,13 +143,13 @@ class Links:
     def close(self) -> None:
         """End every link now, and make no further one."""
         self._closing.set()
+        self._update()
         if self._attempt is not None:
             self._attempt.scope.cancel()
         for link in self._open:
             link.connection.go_away()
             link.flush()
             link.close(self._was_closed())
-        self._update()
 
     # Waiting for one
 
@@ -224,24 +224,25 @@ class Links:
             self.all = [*self._open, link]
             self._made_at[link] = trio.current_time()
             self._failure = None
+            self._backoff.made()
         elif link is not None:
             link.close(LinkError(str(error)))
-        if isinstance(error, LinkError) and not self._closing.is_set():
+        if isinstance(error, LinkError) and error is not attempt.cancelled and not self._closing.is_set():
             self._failure = error
             self._backoff.failed(now=trio.current_time(), chance=self._chance())
-        self._update(error)
         attempt.ended.set()
+        self._update(error)
 
     # Losing one
 
     def _changed(self, link: Link) -> None:
         reason = link.closed_because
         made_at = self._made_at.pop(link, None)
-        if made_at is not None and reason is not None and not self._closing.is_set():
-            now = trio.current_time()
-            self._backoff.lost(now=now, lasted=now - made_at, chance=self._chance())
-            if self._pause_left > 0:
-                self._failure = reason
+        if made_at is not None and not self._closing.is_set():
+            if reason is not None:  # and not only asked to go elsewhere
+                now = trio.current_time()
+                self._backoff.lost(now=now, lasted=now - made_at, chance=self._chance())
+            self._failure = (reason or self._failure) if self._pause_left > 0 else None
         self._update(reason)
 
     # Being looked at
@@ -272,10 +273,11 @@ class Links:
 
 
 class _Attempt:
-    """One attempt to make a link. `error` stands until it succeeds."""
+    """One attempt to make a link. `error` is why there is none; `cancelled` until there is another reason."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error: Exception | None = error
+    def __init__(self, cancelled: LinkError) -> None:
+        self.cancelled = cancelled
+        self.error: Exception | None = cancelled
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
         self.link: Link | None = None
