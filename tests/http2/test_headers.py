@@ -14,6 +14,8 @@ from trio_router.http2.frames import ErrorCode
 from trio_router.http2.headers import (
     MAX_CONTINUATIONS,
     MAX_REMEMBERED,
+    MAX_REMEMBERED_BYTES,
+    MAX_TABLE_UPDATES,
     HeaderBlock,
     HeaderDecoder,
     HeaderEncoder,
@@ -67,12 +69,16 @@ class TestEncoding:
         for _ in range(2):
             assert list(decoder.decode(encoder.encode([(b"a", b"b")]), raw=True)) == [(b"a", b"b")]
 
-    @given(lists=LISTS, limits=st.dictionaries(st.integers(0, 30), st.sampled_from([0, 100, 2000, 4096])))
+    @given(
+        lists=LISTS,
+        limits=st.dictionaries(st.integers(0, 30), st.lists(st.sampled_from([0, 100, 2000, 4096, 9999]), max_size=4)),
+    )
     def test_a_list_that_repeats_is_read_as_the_first_time_whatever_came_between(self, lists, limits):
         encoder, decoder = HeaderEncoder(), hpack.Decoder()
         for at, headers in enumerate(lists * 3):
-            if at in limits:
-                encoder.limit_table(limits[at])
+            for limit in limits.get(at, ()):
+                encoder.limit_table(limit)
+                decoder.max_allowed_table_size = min(limit, 4096)  # raises below if this was not announced
             assert list(decoder.decode(encoder.encode(headers), raw=True)) == headers
 
     def test_a_list_that_repeats_is_not_searched_for_again(self, monkeypatch):
@@ -81,12 +87,21 @@ class TestEncoding:
         monkeypatch.setattr(hpack.Encoder, "encode", None)
         assert encoder.encode(REQUEST) == blocks[1]
 
+    def test_however_often_the_table_changes_two_sizes_are_announced(self):
+        encoder = HeaderEncoder()
+        plain = len(encoder.encode(REQUEST))
+        for number in range(100_000):
+            encoder.limit_table(number % 4096)
+        assert len(encoder.encode(REQUEST)) <= plain + 2 * 3
+
     def test_what_is_remembered_is_bounded(self):
         encoder, decoder = HeaderEncoder(), HeaderDecoder(max_list_bytes=10_000)
         for number in range(1000):
             decoder.decode(hpack.Encoder().encode([(b"a", b"%d" % number, True)], huffman=False))
             encoder.encode([STATUS[0]] * number)
         assert len(encoder._blocks) <= MAX_REMEMBERED
+        encoder.encode([(b"too-large-for-the-table", b"x" * 5000)])
+        assert all(len(block) <= MAX_REMEMBERED_BYTES for block in encoder._blocks.values())
         assert len(decoder._lists) <= MAX_REMEMBERED
 
 
@@ -117,6 +132,22 @@ class TestDecoding:
             assert decoder.decode(shrink + b"\x88") == STATUS
             with pytest.raises(ProtocolViolation):
                 decoder.decode(b"\xbe")
+
+    def test_table_updates_are_bounded(self):
+        """They decode to nothing, so the list's limit does not see them: 64 KiB of them took 0.16 s."""
+        one, two = b"\x20", b"\x3f\xe1\x1f"
+        for update in (one, two):
+            decoder = HeaderDecoder(max_list_bytes=1000)
+            assert decoder.decode(update * MAX_TABLE_UPDATES + b"\x88") == STATUS
+            with pytest.raises(ProtocolViolation, match="table sizes") as caught:
+                decoder.decode(update * (MAX_TABLE_UPDATES + 1) + b"\x88")
+            assert caught.value.h2_code == ErrorCode.COMPRESSION_ERROR
+
+    def test_an_error_says_nothing_about_our_memory(self):
+        """hpack puts the address of its buffer into a message, and the debug text of a GOAWAY is for strangers."""
+        with pytest.raises(ProtocolViolation) as caught:
+            HeaderDecoder(max_list_bytes=1000).decode(b"\x10" + b"\xff" * 100)
+        assert caught.value.message == "header block cannot be decoded: HPACKDecodingError"
 
     def test_garbage_is_a_compression_error(self):
         with pytest.raises(ProtocolViolation) as caught:

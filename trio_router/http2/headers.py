@@ -26,6 +26,9 @@ HARD_LIMIT_FACTOR: Final = 4
 # An honest peer fills its frames, so even the hard limit needs few CONTINUATION frames; a flood sends thousands
 # of empty ones.
 MAX_CONTINUATIONS: Final = 64
+# A block may begin with changes of the table's size; an encoder needs two (RFC 7541 4.2), one that announces every
+# change of ours by itself some more. They decode to nothing, so no other limit sees them.
+MAX_TABLE_UPDATES: Final = 16
 # Our encoder's table: the protocol's default. A peer that offers more gets no more, it is memory per connection
 # on both sides.
 MAX_ENCODER_TABLE_BYTES: Final = 4096
@@ -61,6 +64,8 @@ _NO_PSEUDO: Final[frozenset[bytes]] = frozenset()
 # RFC 9113 8.2.1: visible lower-case ASCII without a colon.
 _NAME: Final = re.compile(rb"[!-9;-@\[-~]+").fullmatch
 _BAD_IN_VALUE: Final = re.compile(rb"[\x00\r\n]").search
+_TABLE_UPDATES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){%d}" % (MAX_TABLE_UPDATES + 1)).match
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}").fullmatch
 _FINAL_STATUS: Final = re.compile(rb"[2-9][0-9][0-9]").fullmatch
 _EDGE_SPACE: Final = b" \t"
 
@@ -68,10 +73,12 @@ _EDGE_SPACE: Final = b" \t"
 class HeaderEncoder:
     """The compression state of what we send. A block that was encoded must reach the peer, in the order of encoding."""
 
-    __slots__ = ("_blocks", "_hpack")
+    __slots__ = ("_blocks", "_hpack", "_smallest", "_wanted")
 
     def __init__(self) -> None:
         self._hpack = hpack.Encoder()
+        # The table size that the peer wants and the smallest it has wanted since the last block.
+        self._wanted = self._smallest = self._hpack.header_table_size
         # Blocks of lists that were encoded before, as long as the table stays as it is.
         self._blocks: dict[tuple[tuple[bytes, bytes], ...], bytes] = {}
 
@@ -82,23 +89,35 @@ class HeaderEncoder:
         if block is not None:
             return block
         table = self._hpack.header_table
-        announces = table.resized
+        announces = self._resize()
         before = _Mark.of(table)
         fields = [(name, value, name in NEVER_INDEXED) for name, value in headers]
         block = self._hpack.encode(fields, huffman=False)
         if not before.still_holds(table):
             self._blocks.clear()
-        elif not announces and not any(sensitive for _, _, sensitive in fields):
+        elif not announces and len(block) <= MAX_REMEMBERED_BYTES and not any(sensitive for _, _, sensitive in fields):
             _remember(self._blocks, key, block)
         return block
 
     def limit_table(self, peer_limit: int) -> None:
         """Follow the peer's HEADER_TABLE_SIZE; the change is announced in the next block."""
-        size = min(peer_limit, MAX_ENCODER_TABLE_BYTES)
-        # Setting the same value again would make hpack forget a change it has not announced yet.
-        if size != self._hpack.header_table_size:
-            self._hpack.header_table_size = size
+        self._wanted = min(peer_limit, MAX_ENCODER_TABLE_BYTES)
+        self._smallest = min(self._smallest, self._wanted)
+        if self._smallest != self._hpack.header_table_size or self._wanted != self._smallest:
             self._blocks.clear()
+
+    def _resize(self) -> bool:
+        """Make the changes that the next block announces: the smallest size and the last (RFC 7541 4.2).
+
+        hpack would announce every size that it was ever given: a list that a peer can make as long as it likes.
+        """
+        coder = self._hpack
+        for size in (self._smallest, self._wanted):
+            # Setting the same value again would make hpack forget a change it has not announced yet.
+            if size != coder.header_table_size:
+                coder.header_table_size = size
+        self._smallest = self._wanted
+        return bool(coder.header_table.resized)
 
 
 class HeaderDecoder:
@@ -116,6 +135,10 @@ class HeaderDecoder:
         known = self._lists.get(block)
         if known is not None:
             return known.copy()
+        if _TABLE_UPDATES(block):
+            raise ProtocolViolation(
+                f"header block with more than {MAX_TABLE_UPDATES} table sizes", h2_code=ErrorCode.COMPRESSION_ERROR
+            )
         table = self._hpack.header_table
         before = _Mark.of(table)
         try:
@@ -123,8 +146,9 @@ class HeaderDecoder:
         except hpack.OversizedHeaderListError as error:
             raise ProtocolViolation(str(error), h2_code=ErrorCode.ENHANCE_YOUR_CALM) from error
         except hpack.HPACKError as error:
+            # Not in hpack's words: they may quote the whole block, or say where in our memory it lies.
             raise ProtocolViolation(
-                f"header block cannot be decoded: {error}", h2_code=ErrorCode.COMPRESSION_ERROR
+                f"header block cannot be decoded: {type(error).__name__}", h2_code=ErrorCode.COMPRESSION_ERROR
             ) from error
         if not before.still_holds(table):
             self._lists.clear()
@@ -192,9 +216,14 @@ class HeaderBlock:
         return bytes(self._parts)
 
 
+def size_of(headers: Headers) -> int:
+    """Bytes of a list as RFC 9113 6.5.2 counts them."""
+    return sum(len(name) + len(value) + FIELD_OVERHEAD for name, value in headers)
+
+
 def check_size(headers: Headers, *, limit: int) -> TooLarge | None:
-    """What to say of a list over `limit` bytes as RFC 9113 6.5.2 counts them; None if it is within."""
-    size = sum(len(name) + len(value) + FIELD_OVERHEAD for name, value in headers)
+    """What to say of a list over `limit` bytes; None if it is within."""
+    size = size_of(headers)
     if size > limit:
         return TooLarge(f"header list of {size} bytes is over max_header_list_bytes ({limit})")
     return None
@@ -240,6 +269,14 @@ def status_of(headers: Headers) -> bytes | None:
     return None
 
 
+def content_length(headers: Headers) -> int | None:
+    """How many bytes of DATA the list promises (8.1.1), None if it does not say. It must have passed its check."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return None
+
+
 def _check(headers: Headers, *, pseudo: frozenset[bytes]) -> str | None:
     """The rules that all header lists share (8.2, 8.3); the first one broken, in words."""
     seen: set[bytes] = set()
@@ -257,6 +294,10 @@ def _check(headers: Headers, *, pseudo: frozenset[bytes]) -> str | None:
                 return f"header name {name!r} has characters that are not allowed"
             if name in _CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
                 return f"connection-specific header {name!r}"
+            if name == b"content-length":
+                if not _LENGTH(value) or name in seen:
+                    return f"content-length {value!r} is no number or not the only one"
+                seen.add(name)
         if _BAD_IN_VALUE(value) or (value.strip(_EDGE_SPACE) != value and name != b"grpc-message"):
             # gRPC leaves spaces of a status message as they are, so an honest peer's may begin or end with one.
             return f"value of header {name!r} has characters that are not allowed"
