@@ -105,8 +105,15 @@ def parse_frames(data: bytes) -> list[Frame]:
 class Scripted:
     """Writes frames by hand to one connection, and reads its frames."""
 
-    def __init__(self, role: Role, *, settings: Http2Settings | None = None, greet: bool = True) -> None:
-        self.connection = Connection(role, settings=settings or Http2Settings())
+    def __init__(
+        self,
+        role: Role,
+        *,
+        settings: Http2Settings | None = None,
+        greet: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.connection = Connection(role, settings=settings or Http2Settings(), clock=clock)
         self.encoder = hpack.Encoder()
         self.decoder = hpack.Decoder()
         if greet:

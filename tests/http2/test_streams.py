@@ -39,9 +39,14 @@ def test_priority_is_ignored_everywhere(role, state):
     assert RULES[role, state, Input.PRIORITY].action is Action.IGNORE
 
 
-@pytest.mark.parametrize(("role", "event"), list(product(Role, set(Input) - {Input.PUSH})))
+@pytest.mark.parametrize(("role", "event"), list(product(Role, set(Input) - {Input.PUSH, Input.REQUEST})))
 def test_frames_for_closed_streams_are_ignored(role, event):
     assert RULES[role, State.CLOSED, event].action is Action.IGNORE
+
+
+def test_a_request_on_an_old_stream_fails_the_connection():
+    rule = RULES[Role.SERVER, State.CLOSED, Input.REQUEST]
+    assert (rule.action, rule.code) == (Action.FAIL_CONNECTION, ErrorCode.PROTOCOL_ERROR)
 
 
 @pytest.mark.parametrize("event", [Input.DATA, Input.DATA_END, Input.RESET, Input.CREDIT])

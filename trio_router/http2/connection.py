@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from trio_router.errors import LinkError, ProtocolViolation
+from trio_router.errors import LinkError, ProtocolViolation, TooLarge
 from trio_router.http2 import frames
 from trio_router.http2.core import Core, GoAway
 from trio_router.http2.frames import MESSAGE_HEADER, SEND_FRAME_BYTES, ErrorCode
 from trio_router.http2.framing import PREFIX_BYTES, join
-from trio_router.http2.headers import Headers
+from trio_router.http2.headers import Headers, size_of
 from trio_router.http2.inbound import Inbound
+from trio_router.http2.limits import MAX_UNREAD_BYTES, Clock, no_clock
 from trio_router.http2.outbox import DIRECT_LIMIT_BYTES
 from trio_router.http2.settings import Http2Settings
 from trio_router.http2.streams import Role, State, Stream
@@ -30,8 +31,9 @@ class Connection:
 
     __slots__ = ("_core", "_inbound", "_outbox")
 
-    def __init__(self, role: Role, *, settings: Http2Settings = _DEFAULTS) -> None:
-        self._core = Core(role, settings=settings)
+    def __init__(self, role: Role, *, settings: Http2Settings = _DEFAULTS, clock: Clock = no_clock) -> None:
+        """`clock` gives seconds; it is asked only when a peer seems to misbehave (see `limits`)."""
+        self._core = Core(role, settings=settings, clock=clock)
         self._inbound = Inbound(self._core)
         self._outbox = self._core.outbox
 
@@ -45,7 +47,7 @@ class Connection:
     @property
     def greeted(self) -> bool:
         """Whether the peer's first SETTINGS have come, so that its limits are known."""
-        return not self._inbound.settings_due
+        return self._inbound.greeted
 
     @property
     def goaway_received(self) -> GoAway | None:
@@ -78,6 +80,7 @@ class Connection:
             and core.goaway_received is None
             and core.refuse_above is None
             and len(core.streams) < core.peer.max_concurrent_streams
+            and self._outbox.unread <= MAX_UNREAD_BYTES
             and core.next_id <= frames.MAX_STREAM_ID
         )
 
@@ -93,10 +96,14 @@ class Connection:
 
     # -- the transport's side
 
-    def receive(self, data: bytes) -> list[Stream]:
+    def receive(self, data: bytes, *, effort: int | None = None) -> list[Stream]:
         """Take bytes from the transport; the streams that changed, each once, in the order of their first change.
 
         Never raises. On a server a stream whose `user` is None is a new request.
+
+        With `effort` it stops after about so many frames that are not one message each (a header list counts as ten):
+        if `has_input` says so, call it again with b"" for the rest, when others have had their turn. One read of frames
+        that are small and dear may take a second otherwise.
         """
         core = self._core
         touched: list[Stream] = []
@@ -104,10 +111,15 @@ class Connection:
             core.touched = touched
             core.batch += 1
             try:
-                self._inbound.feed(data)
+                self._inbound.feed(data, effort)
             except ProtocolViolation as violation:
                 core.fail(violation)
         return touched
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the last `receive` stopped before the end of what has come."""
+        return self._inbound.has_input and self._core.error is None and not self._core.lost
 
     @property
     def has_output(self) -> bool:
@@ -119,11 +131,12 @@ class Connection:
 
         At most `max_bytes`, which may end inside a frame; what is returned counts as sent.
         """
-        self._core.patience.answers = 0
-        return self._outbox.take(max_bytes)
+        output = self._outbox.take(max_bytes)
+        self._core.patience.taken(len(output))
+        return output
 
     def take_drained(self) -> list[Stream]:
-        """Streams whose `queued_bytes` went to 0 since the last call, whether sent or dropped."""
+        """Streams whose `queued_bytes` went to 0 since the last call because all of it was taken."""
         return self._outbox.take_drained()
 
     def connection_lost(self) -> list[Stream]:
@@ -134,10 +147,13 @@ class Connection:
     # -- streams
 
     def open_stream(self, headers: Headers) -> Stream:
-        """Start a request. Raises `LinkError` when `can_open` is False; nothing has been sent then."""
+        """Start a request. Raises `LinkError` when `can_open` is False, and `TooLarge` when the peer has said that it
+        takes no such list of headers; nothing has been sent then.
+        """
         if not self.can_open:
             raise LinkError(f"no new stream on this connection: {self!r}")
         core = self._core
+        self._check_size(headers)
         stream = core.new_stream(core.next_id, state=State.AWAITING)
         core.next_id += 2
         stream.started = stream.sendable = stream.flowing = True
@@ -148,12 +164,13 @@ class Connection:
         """A server's response headers; or, with `end_stream`, trailers, which leave behind the queued messages.
 
         Does nothing on a closed stream: its owner may not have noticed yet. Raises `RuntimeError` when called out
-        of order.
+        of order, and `TooLarge` as `open_stream` does.
         """
         if stream.closed:
             return
         if stream.local_ended or stream.ending is not None or (stream.started and not end_stream):
             raise RuntimeError(f"headers out of order on {stream!r}")
+        self._check_size(headers)
         stream.sendable = stream.flowing = not end_stream
         if stream.queued_bytes:
             stream.ending = headers
@@ -219,6 +236,13 @@ class Connection:
         if not stream.closed:
             self._core.reset(stream, code=code)
 
+    def _check_size(self, headers: Headers) -> None:
+        limit = self._core.peer.max_header_list_bytes
+        if limit is not None:
+            size = size_of(headers)
+            if size > limit:
+                raise TooLarge(f"header list of {size} bytes is over the peer's limit of {limit}")
+
     # -- the connection
 
     def ping(self, payload: bytes) -> None:
@@ -231,3 +255,19 @@ class Connection:
     def go_away(self, code: int = ErrorCode.NO_ERROR, debug: bytes = b"") -> None:
         """Say that no stream above the newest seen one will be served; those that are open go on."""
         self._core.go_away(code, debug=debug)
+
+    def drain(self, debug: bytes = b"") -> None:
+        """Ask for no more requests, and refuse none that was sent before the peer has read this (RFC 9113 6.8).
+
+        `draining` until it has; then `go_away` happens by itself. A client, to which nobody sends requests, says the
+        latter at once.
+        """
+        if self._core.role is Role.SERVER:
+            self._core.drain(debug=debug)
+        else:
+            self._core.go_away(ErrorCode.NO_ERROR, debug=debug)
+
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` was called, and requests may still be on their way that the peer sent before it knew."""
+        return self._core.draining

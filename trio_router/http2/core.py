@@ -14,13 +14,16 @@ from trio_router.http2 import credit, frames
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.framing import PREFIX_BYTES
 from trio_router.http2.headers import HeaderEncoder
-from trio_router.http2.limits import Patience
+from trio_router.http2.limits import Clock, Patience, no_clock
+from trio_router.http2.loans import Loans
 from trio_router.http2.outbox import Outbox
 from trio_router.http2.settings import Http2Settings, PeerSettings, SettingId
 from trio_router.http2.streams import RULES, Input, Role, Rule, State, Stream
 
 # Enough to explain, too little to fill memory.
 MAX_DEBUG_BYTES: Final = 256
+# The PING whose answer shows that the peer has read the first GOAWAY of a drain (RFC 9113 6.8).
+DRAIN_PING: Final = b"drained?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +41,12 @@ class Core:
     __slots__ = (
         "batch",
         "credit_mark",
+        "draining",
         "encoder",
         "error",
         "goaway_received",
         "last_peer_id",
+        "loans",
         "lost",
         "next_id",
         "outbox",
@@ -60,7 +65,7 @@ class Core:
         "uncredited",
     )
 
-    def __init__(self, role: Role, *, settings: Http2Settings) -> None:
+    def __init__(self, role: Role, *, settings: Http2Settings, clock: Clock = no_clock) -> None:
         self.role = role
         self.settings = settings
         self.peer = PeerSettings()
@@ -68,6 +73,7 @@ class Core:
         self.lost = False
         self.goaway_received: GoAway | None = None
         self.refuse_above: int | None = None  # the last stream id of our own GOAWAY
+        self.draining = False  # we have said that we are going away, and the peer may not have read it yet
         self.pings_out: list[bytes] = []
         self.pings_acked: list[bytes] = []
         self.pings_received = 0
@@ -80,7 +86,8 @@ class Core:
 
         self.encoder = HeaderEncoder()
         self.outbox = Outbox(encoder=self.encoder, on_ended=self.local_end)
-        self.patience = Patience()
+        self.patience = Patience(clock)
+        self.loans = Loans(limit=settings.max_unfinished_bytes)
         # Our INITIAL_WINDOW_SIZE binds the peer from its ACK on (RFC 9113 6.5.3); until then it may use the default.
         self.receive_window = frames.DEFAULT_WINDOW
         self.stream_credit_mark = self.receive_window // 2  # see `Stream.credit`
@@ -140,7 +147,9 @@ class Core:
         stream.state = State.REMOTE_ENDED
         stream.plain = False
         stream.remote_ended = True
-        if stream.assembler is not None and stream.assembler.pending:
+        if stream.content_left:
+            self.fail_stream(stream, ProtocolViolation("fewer bytes came than content-length says"))
+        elif stream.assembler is not None and stream.assembler.pending:
             self.fail_message(stream, ProtocolViolation("the stream ended inside a message"))
         elif stream.local_ended:
             self.close(stream)
@@ -170,6 +179,7 @@ class Core:
         stream.assembler = None
         if not stream.remote_ended:
             stream.state = State.DEAF
+        self.settle(stream)
         self.touch(stream)
         self.patience.answer()  # which the owner will give
 
@@ -180,6 +190,12 @@ class Core:
         # ENHANCE_YOUR_CALM is what gRPC reads as RESOURCE_EXHAUSTED.
         self.reset(stream, code=error.h2_code if isinstance(error, ProtocolViolation) else ErrorCode.ENHANCE_YOUR_CALM)
         self.patience.answer()
+        self.given_up(stream)
+
+    def given_up(self, stream: Stream) -> None:
+        """The peer has ended a stream before its time: by a reset, or by a frame that made us reset it."""
+        if self.role is Role.SERVER and not stream.started:
+            self.patience.unanswered_reset()
 
     def reset(self, stream: Stream, *, code: int) -> None:
         """End both sides now; RST_STREAM unless both had ended anyway."""
@@ -194,6 +210,7 @@ class Core:
         stream.plain = stream.sendable = stream.flowing = False
         stream.assembler = None
         self.outbox.drop(stream)
+        self.settle(stream)
         self.streams.pop(stream.id, None)
 
     def answer(self, frame: bytes) -> None:
@@ -211,13 +228,27 @@ class Core:
         for stream in self.streams.values():
             stream.receive_left += change
             # What was buffered under a larger window may be owed now; a message that began before waited for ever else.
-            if not (stream.messages or stream.taken or stream.remote_ended):
-                self.return_credit(stream)
+            self.lend_credit(stream)
 
     def return_credit(self, stream: Stream) -> None:
         """Give back what is owed to the stream's peer, if it is worth a frame. Unread messages owe nothing yet."""
         held = sum(map(len, stream.messages)) + PREFIX_BYTES * len(stream.messages)
-        amount = credit.due(window=self.receive_window, left=stream.receive_left, held=held)
+        self._give_credit(stream, credit.due(window=self.receive_window, left=stream.receive_left, held=held))
+
+    def lend_credit(self, stream: Stream) -> None:
+        """The same for the bytes of an unfinished message, while no finished one waits: see the law in `credit`."""
+        if not (stream.messages or stream.taken or stream.remote_ended):
+            amount = credit.due(window=self.receive_window, left=stream.receive_left, held=0)
+            if amount and self.loans.grant(stream, amount):
+                self._give_credit(stream, amount)
+
+    def settle(self, stream: Stream) -> None:
+        """What was lent to the stream has been consumed or lost: others may borrow it."""
+        if self.loans.lent:
+            for other in self.loans.settle(stream):
+                self.lend_credit(other)
+
+    def _give_credit(self, stream: Stream, amount: int) -> None:
         if amount:
             stream.receive_left += amount
             self.outbox.add(frames.window_update(stream.id, amount))
@@ -241,8 +272,16 @@ class Core:
             self.touch(stream)
         self.go_away(violation.h2_code, debug=violation.message.encode())
 
+    def drain(self, *, debug: bytes) -> None:
+        """Say that we are going away, and go on serving until the peer has shown that it has read it (6.8)."""
+        if self.refuse_above is None and not self.draining:
+            self.draining = True
+            self.outbox.add(frames.goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR, debug[:MAX_DEBUG_BYTES]))
+            self.outbox.add(frames.ping(DRAIN_PING, ack=False))
+
     def go_away(self, code: int, *, debug: bytes) -> None:
         """Send a GOAWAY, and refuse streams above its last id from then on. A second one never raises that id (6.8)."""
+        self.draining = False
         if self.refuse_above is None:
             self.refuse_above = self.last_peer_id
         self.outbox.add(frames.goaway(self.refuse_above, code, debug[:MAX_DEBUG_BYTES]))
@@ -250,6 +289,8 @@ class Core:
     def lose_all(self) -> list[Stream]:
         """Every open stream becomes lost and closed."""
         streams = list(self.streams.values())
+        for stream in streams:
+            self.loans.settle(stream)  # before any is closed: nobody is to borrow what is lost
         for stream in streams:
             stream.lost = True
             self.close(stream)

@@ -29,13 +29,16 @@ class Outbox:
 
     The connection's send window is kept in two parts whose sum it is: `direct` is set aside for messages that go
     straight into `parts` (the sender lowers it, and nothing else, for each), the rest is for queued data.
+
+    `unread` counts the bytes in `parts`, but not those messages: they have their bound in `direct`.
     """
 
-    __slots__ = ("_drained", "_encoder", "_on_ended", "_rest", "_ring", "direct", "parts")
+    __slots__ = ("_drained", "_encoder", "_on_ended", "_rest", "_ring", "direct", "parts", "unread")
 
     def __init__(self, *, encoder: HeaderEncoder, on_ended: Callable[[Stream], None]) -> None:
         self.parts: list[bytes | memoryview] = []
         self.direct = frames.DEFAULT_WINDOW
+        self.unread = 0
         self._rest = 0
         self._encoder = encoder
         self._on_ended = on_ended
@@ -63,6 +66,7 @@ class Outbox:
     def add(self, frame: bytes) -> None:
         """Append a finished frame."""
         self.parts.append(frame)
+        self.unread += len(frame)
 
     def add_headers(self, stream: Stream, headers: list[tuple[bytes, bytes]], *, end_stream: bool) -> None:
         """Encode a header list and append it."""
@@ -90,13 +94,18 @@ class Outbox:
             self._ring.pop(stream.id, None)
 
     def drop(self, stream: Stream) -> None:
-        """Forget what a stream has queued."""
-        if stream.queued_bytes:
-            self._set_drained(stream)
+        """Forget what a stream that is over has queued.
+
+        `take_drained` does not tell: who has the stream sees it closed, and a list of such streams would grow with
+        every request of a peer that resets them and does not read.
+        """
+        stream.queue = None
+        stream.queued_bytes = 0
         stream.ending = None
+        self._ring.pop(stream.id, None)
 
     def take_drained(self) -> list[Stream]:
-        """Streams whose queue has become empty (sent or dropped) since the last call."""
+        """Streams whose queue has become empty because all of it was taken, since the last call."""
         drained = list(self._drained.values())
         self._drained.clear()
         return drained
@@ -114,8 +123,9 @@ class Outbox:
         self._rest = rest - direct
         output = b"".join(self.parts)
         self.parts = []
+        self.unread = 0
         if len(output) > max_bytes:
-            self.parts.append(output[max_bytes:])
+            self.add(output[max_bytes:])
             output = output[:max_bytes]
         return output
 

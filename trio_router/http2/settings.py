@@ -36,6 +36,9 @@ class Http2Settings:
     `connection_window_bytes`: how much may be in flight on a connection; credited on receipt, so it bounds
     bursts, not memory.
     `max_message_bytes`: a gRPC message above it fails its stream.
+    `max_unfinished_bytes`: how much of messages larger than their window may be here unfinished or unread, on all
+    streams of a connection; beyond it (and one message) further ones wait for their turn. So a connection holds at most
+    max_concurrent_streams windows and this.
     `max_concurrent_streams`: what a server advertises and enforces.
     `max_header_list_bytes`: decoded size of one header list, counted as RFC 9113 6.5.2 does.
     `max_frame_bytes`: the largest frame we accept.
@@ -44,6 +47,7 @@ class Http2Settings:
     stream_window_bytes: int = 65_536
     connection_window_bytes: int = 16 * 1024 * 1024
     max_message_bytes: int = 64 * 1024 * 1024
+    max_unfinished_bytes: int = 256 * 1024 * 1024
     max_concurrent_streams: int = 2048
     max_header_list_bytes: int = 16_384
     max_frame_bytes: int = MIN_FRAME_BYTES
@@ -53,6 +57,7 @@ class Http2Settings:
             "stream_window_bytes": (1, MAX_WINDOW),
             "connection_window_bytes": (DEFAULT_WINDOW, MAX_WINDOW),
             "max_message_bytes": (1, 2**32 - 1),
+            "max_unfinished_bytes": (0, 2**40),
             "max_concurrent_streams": (1, MAX_WINDOW),
             "max_header_list_bytes": (256, 2**24),
             "max_frame_bytes": (MIN_FRAME_BYTES, MAX_FRAME_BYTES),
@@ -69,6 +74,7 @@ class Http2Settings:
             stream_window_bytes=64,
             connection_window_bytes=DEFAULT_WINDOW,
             max_message_bytes=100_000,
+            max_unfinished_bytes=1000,
             max_concurrent_streams=100,
             max_header_list_bytes=4096,
         )
@@ -82,9 +88,9 @@ class PeerSettings:
     has not spoken yet, so that a client's first burst is not answered with refusals.
     """
 
-    header_table_bytes: int = 4096
     max_concurrent_streams: int = 100
     initial_window: int = DEFAULT_WINDOW
+    max_header_list_bytes: int | None = None
 
 
 def parse_settings(payload: bytes, *, from_server: bool) -> dict[int, int]:

@@ -62,6 +62,7 @@ class Input(_Symbol):
     INFORMATIONAL = "a 1xx header list"
     HEADERS = "a header list that does not end the stream"
     HEADERS_END = "a header list that ends the stream"
+    REQUEST = "a request's header list on an id that is no new one (server only)"
     DATA = "DATA"
     DATA_END = "DATA that ends the stream"
     RESET = "RST_STREAM"
@@ -104,6 +105,7 @@ def _connection_error(why: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> R
 
 
 _NEVER_OPENED: Final = _connection_error("frame for a stream that was never opened")
+_OLD_ID: Final = _connection_error("a request on a stream that is no new one")
 _ENDED: Final = _stream_error("frame after the end of the stream", ErrorCode.STREAM_CLOSED)
 _PUSH: Final = _connection_error(
     "PUSH_PROMISE, which we never allow"
@@ -121,6 +123,7 @@ _COMMON: Final[Mapping[State, Mapping[Input, Rule]]] = {
         Input.INFORMATIONAL: _stream_error("informational headers after the final ones"),
         Input.HEADERS: _stream_error("a second header list that does not end the stream"),
         Input.HEADERS_END: Rule(Action.TRAILERS, State.REMOTE_ENDED),
+        Input.REQUEST: _stream_error("a second request on one stream"),
         Input.DATA: Rule(Action.DELIVER, State.RECEIVING),
         Input.DATA_END: Rule(Action.DELIVER_LAST, State.REMOTE_ENDED),
         Input.RESET: _RESET,
@@ -138,19 +141,22 @@ _COMMON: Final[Mapping[State, Mapping[Input, Rule]]] = {
     # No client stream is ever in this state: a client resets such a stream.
     State.DEAF: {
         **dict.fromkeys(Input, Rule(Action.IGNORE, State.DEAF)),
+        Input.REQUEST: _OLD_ID,
         Input.RESET: _RESET,
         Input.CREDIT: Rule(Action.GRANT, State.DEAF),
         Input.PUSH: _PUSH,
     },
     # Also streams that were never used but lie below a newer one (RFC 9113 5.1.1), and those we reset while the
-    # peer was still sending: telling the cases apart would need a memory of every stream that ever was.
-    State.CLOSED: {**dict.fromkeys(Input, _IGNORED), Input.PUSH: _PUSH},
+    # peer was still sending: telling the cases apart would need a memory of every stream that ever was. What comes late
+    # is never a request, though.
+    State.CLOSED: {**dict.fromkeys(Input, _IGNORED), Input.REQUEST: _OLD_ID, Input.PUSH: _PUSH},
 }
 
 _AWAITING_CLIENT: Final[Mapping[Input, Rule]] = {
     Input.INFORMATIONAL: Rule(Action.IGNORE, State.AWAITING),
     Input.HEADERS: Rule(Action.RESPOND, State.RECEIVING),
     Input.HEADERS_END: Rule(Action.TRAILERS_ONLY, State.REMOTE_ENDED),
+    Input.REQUEST: _stream_error("a request from a server"),
     Input.DATA: _stream_error("DATA before the response headers"),
     Input.DATA_END: _stream_error("DATA before the response headers"),
     Input.RESET: _RESET,
@@ -212,7 +218,9 @@ class Stream:
     __slots__ = (
         "assembler",
         "batch",
+        "borrowed",
         "closed",
+        "content_left",
         "core",
         "ending",
         "failure",
@@ -262,6 +270,8 @@ class Stream:
         self.batch = 0  # the call of receive() that touched it last
         self.receive_left = receive_left  # what the peer may still send
         self.taken = False  # messages were taken whose credit has not been given back
+        self.borrowed = 0  # credit given for bytes that have not been consumed: see `loans`
+        self.content_left: int | None = None  # of the bytes a content-length promised; None without one
         self.assembler: Assembler | None = None  # made for the first message that is not exactly one frame
         # Sending. `started`: our headers are out (or in the output list, which is the same to the compression state).
         self.started = False
@@ -284,6 +294,8 @@ class Stream:
         """All messages taken so far have been consumed: let the peer send as much again, in batches."""
         self.taken = False
         core = self.core
+        if self.borrowed:
+            core.settle(self)
         if self.receive_left <= core.stream_credit_mark and not self.remote_ended and not self.closed:
             core.return_credit(self)
 
