@@ -245,6 +245,34 @@ class TestHandoffs:
             await fail(scene, HandoffInvalid)
             assert decode.requests == []
 
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"remote_num_tokens": 41}, "41 for a prompt of 40"),
+            ({"remote_block_ids": [[1, 2]]}, "cover 32 of 40 tokens"),
+            ({"remote_block_ids": None}, "list of lists"),
+        ],
+    )
+    async def test_i6_a_handoff_is_held_against_the_prompt_and_its_workers_blocks(
+        self, autojump_clock, changes, reason
+    ):
+        bad = send(complete(kv_transfer_params_json=handoff_params(**changes)))
+        decode = decode_worker()
+        async with open_scene(prefill_worker(bad), decode, router=ONCE) as scene:
+            assert reason in (await fail(scene, HandoffInvalid)).message
+            assert scene.recorder.blamed == ["prefill:1"]
+            assert decode.requests == []
+
+    @pytest.mark.parametrize("nothing", ["{}", '{"do_remote_prefill": false}', ""])
+    async def test_i6_what_hands_nothing_over_is_not_relayed(self, autojump_clock, nothing):
+        """An engine dies of `{}` on a leg without pixels."""
+        decode = decode_worker()
+        async with open_scene(prefill_worker(send(complete(kv_transfer_params_json=nothing))), decode) as scene:
+            assert await collect(scene.router, a_request()) == [7, 8]
+            assert scene.recorder.missing == ["prefill:1"]
+            assert scene.recorder.handoffs == []
+        assert decode.requests[0].kv_transfer_params_json is None
+
     async def test_i6_older_shapes_are_relayed_with_one_warning(self, autojump_clock, caplog):
         old = '{"do_remote_prefill": true, "remote_host": "h",  "remote_port": 5}'
         decode = decode_worker()

@@ -29,6 +29,7 @@ from trio_router.testing.scripted import (
     decode_worker,
     handoff_params,
     open_scene,
+    plain_worker,
     prefill_worker,
 )
 
@@ -180,6 +181,19 @@ class TestDecodeLegs:
             assert scene.recorder.handoffs == ["lapsed"]
             assert decode.releases == [], "it may have been consumed"
             assert scene.leaks() == []
+
+    async def test_one_without_a_handoff_is_reset_at_once(self, autojump_clock):
+        async def no_handoff(call, request):
+            await call.send(complete())
+
+        for prefill in ([prefill_worker(no_handoff)], []):
+            gate = Gate(chunk(7))
+            worker = decode_worker(gate) if prefill else plain_worker(gate)
+            async with open_scene(*prefill, worker) as scene, left_at(scene, gate) as left:
+                assert scene.router.janitor.jobs == 0
+                await trio.sleep(0.01)
+                assert gate.ended_at == left
+                assert scene.leaks() == []
 
     async def test_i3_a_cold_worker_that_refuses_a_leg_that_was_left_is_told_again(self, autojump_clock):
         gate = Gate(chunk(7))
