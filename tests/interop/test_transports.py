@@ -178,7 +178,7 @@ class TestGrpciosServer:
     async def test_that_speaks_tls_to_our_plain_client(self, server_pair):
         with (
             foreign_server("127.0.0.1:0", foreign_identity(server_pair)) as address,
-            pytest.raises(LinkError),
+            pytest.raises(LinkError, match="it may expect TLS"),
         ):
             await our_calls(address)
 

@@ -237,7 +237,9 @@ class Link:
         connection = self.connection
         self.reads += 1
         if not data:
-            self._shut(self._farewell(f"{self.peer} closed the connection"))
+            unheard = self._on_stream is None and not connection.greeted
+            hint = " before its first word; it may expect TLS" if unheard else ""
+            self._shut(self._farewell(f"{self.peer} closed the connection{hint}"))
             return False
         self._hand_out(connection.receive(data))
         if connection.has_output or self._finish_because is not None:
