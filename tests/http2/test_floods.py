@@ -237,6 +237,24 @@ class TestEffort:
         acks = [frame for frame in peer.output() if frame.kind == FrameType.SETTINGS]
         assert len(acks) == 4
 
+    @pytest.mark.parametrize("effort", [0, 1, None])
+    def test_a_frame_that_is_not_whole_is_no_input(self, make_scripted, effort):
+        peer = make_scripted(Role.SERVER)
+        ping = frames.ping(bytes(8), ack=False)
+        peer.connection.receive(ping + ping[:5], effort=1)
+        if peer.connection.has_input:
+            peer.connection.receive(b"", effort=effort)
+        assert not peer.connection.has_input
+        peer.connection.receive(ping[5:], effort=effort)
+        assert len(peer.output()) == 2
+
+    def test_a_portion_does_not_shorten_the_next_read(self, make_scripted):
+        peer = make_scripted(Role.SERVER)
+        pings = frames.ping(bytes(8), ack=False) * 10
+        peer.connection.receive(pings, effort=1)
+        peer.connection.receive(pings)
+        assert (len(peer.output()), peer.connection.has_input) == (20, False)
+
     def test_there_is_nothing_left_of_a_connection_that_is_over(self, make_scripted):
         peer = make_scripted(Role.SERVER)
         bad = peer.frame(FrameType.PING, 0, 0, b"short")

@@ -74,7 +74,8 @@ class Inbound:
         self._decoder = HeaderDecoder(max_list_bytes=core.settings.max_header_list_bytes)
         self._block: HeaderBlock | None = None  # a header block that has begun and not ended
         self._buffer = bytearray()
-        self._wanted = 0  # bytes the buffer must hold before it is worth parsing again
+        # Bytes the buffer must hold before it is worth parsing again; 0 with bytes in it: it is now.
+        self._wanted = 0
         self._preface_due = core.role is Role.SERVER
         self._control = Control(core)
         self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
@@ -94,15 +95,14 @@ class Inbound:
     @property
     def has_input(self) -> bool:
         """Whether the last `feed` stopped for lack of effort, and not of bytes."""
-        return self._effort <= 0 and bool(self._buffer)
+        return not self._wanted and bool(self._buffer)
 
     def feed(self, data: bytes, effort: int | None) -> None:
         """Act on every frame that is complete with `data`; or, after about `effort` frames off the fast path, stop.
 
         Raises `ProtocolViolation` when the connection must end.
         """
-        if effort is not None:
-            self._effort = effort
+        self._effort = _NO_END if effort is None else effort
         buffer = self._buffer
         if buffer:
             buffer += data
