@@ -10,6 +10,8 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from trio_router.errors import LinkError
+from trio_router.http2 import ErrorCode, frames
 from trio_router.http2.settings import Http2Settings
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import (
@@ -373,13 +375,19 @@ class TestStopping:
             for number in range(100):
                 await call.send(b"%d" % number)
 
+        def until_refused(client):
+            for _ in range(1000):  # what the client sends before it knows is served
+                try:
+                    client.unary(OTHER, b"too late")
+                except grpc.RpcError as error:
+                    return error.code()
+            raise AssertionError("the client was never told")
+
         async with open_server(raw={CALL: slow, OTHER: echo}) as (client, server):
             call = await in_thread(client.stream, CALL)
             await begun.wait()
             server.drain()
-            with pytest.raises(grpc.RpcError) as caught:
-                await in_thread(client.unary, OTHER, b"too late")
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert await in_thread(until_refused, client) is grpc.StatusCode.UNAVAILABLE
             go_on.set()
             assert await in_thread(list, call) == [b"early", *(b"%d" % number for number in range(100))]
             assert call.code() is grpc.StatusCode.OK
@@ -406,6 +414,33 @@ class TestStopping:
         finished = {name for name, told in results if told is grpc.StatusCode.OK}
         assert finished == set(served)
         assert {told for _, told in results} <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+    async def test_connections_that_are_drained_lose_no_call(self, open_server, monkeypatch):
+        """A server that goes on, and asks its clients to come back on a new connection again and again, as one behind a
+        balancer does: every call is served once and ends well, and none had to be refused and repeated for it.
+        """
+        calls, every = 500, 40
+        served, resets = [], []
+        rst_stream = frames.rst_stream
+        monkeypatch.setattr(frames, "rst_stream", lambda *args: resets.append(args[1]) or rst_stream(*args))
+
+        async def note(call: ServerCall) -> None:
+            served.append(await call.receive())
+            if len(served) % every == 0:
+                for link in server._links:
+                    link.connection.drain()
+                    link.finish(LinkError("come back on another connection"))
+            await call.send(b"ok")
+
+        def call_many(client):
+            futures = [client.channel.unary_unary(CALL).future(b"%d" % n, timeout=PATIENCE) for n in range(calls)]
+            return {future.code() for future in futures}
+
+        async with open_server(raw={CALL: note}) as (client, server):
+            for _ in range(3):
+                assert await in_thread(call_many, client) == {grpc.StatusCode.OK}
+        assert sorted(served) == sorted(3 * [b"%d" % n for n in range(calls)])
+        assert ErrorCode.REFUSED_STREAM not in resets
 
     async def test_a_server_that_stops_under_load_ends_every_call(self):
         sent = 0

@@ -211,6 +211,25 @@ class TestPeersThatSayLittle:
         assert network.dials == 1
 
 
+class TestMetadata:
+    @pytest.mark.parametrize("how", ["call", "start"])
+    async def test_more_than_the_peer_takes_is_refused_here_and_in_words(self, scripted_server, autojump_clock, how):
+        """A peer that is sent more resets the stream, or ends the connection, and says nothing that explains it."""
+        async with scripted_server(http2=Http2Settings(max_header_list_bytes=400)) as (channel, peer):
+            large = {"trace": "x" * 400}
+            with pytest.raises(
+                RpcError, match=r"metadata: header list of \d+ bytes is over the peer's limit of 400"
+            ) as no:
+                await (
+                    channel.call(CALL, b"", metadata=large) if how == "call" else channel.start(CALL, metadata=large)
+                )
+            assert (no.value.status, no.value.origin) == (Status.RESOURCE_EXHAUSTED, Origin.LOCAL)
+            call = await channel.call(CALL, b"small")
+            stream = await peer.request()
+            peer.respond(stream, b"reply")
+            assert await call.receive() == b"reply"
+
+
 class TestSharing:
     @pytest.mark.parametrize(("limit", "links"), [(1, 20), (2, 20), (5, 7), (15, 3), (16, 3), (27, 2), (28, 1)])
     async def test_a_burst_keeps_the_peers_limit_on_each_connection(self, autojump_clock, limit, links):

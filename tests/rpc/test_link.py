@@ -12,6 +12,7 @@ import trio.testing
 from grpclib.const import Status
 
 from trio_router.errors import LinkError
+from trio_router.http2 import frames
 from trio_router.http2.connection import Connection
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.streams import Role
@@ -239,6 +240,48 @@ class TestClogging:
             assert replies == list(range(100))
 
 
+class TestTurns:
+    async def test_a_peer_of_many_small_frames_does_not_keep_the_others_waiting(self, scripted_client, autojump_clock):
+        """One read of 19,000 frames is handled in portions; calls on other connections go on between them."""
+        async with scripted_client(raw={CALL: echo}) as (server, peer):
+            (busy,) = server._links
+            network = MemoryNetwork()
+            listener = network.listen()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listener)
+                async with open_channel(listener.address, dialer=network.dial) as channel:
+                    await channel.connect()
+                    call = await channel.start(CALL)
+                    peer.write(frames.window_update(0, 1) * 19_000)
+                    await call.send(b"me, too")
+                    assert await call.receive() == b"me, too"
+                    assert busy.connection.has_input
+                    await trio.testing.wait_all_tasks_blocked()
+                    assert not busy.connection.has_input
+                nursery.cancel_scope.cancel()
+            mine = peer.call(CALL, b"still fine")
+            await peer.until(lambda: mine.closed)
+            assert mine.take() == [b"still fine"]
+
+    async def test_what_came_in_one_read_is_all_heard_before_the_end(self, scripted_client, autojump_clock):
+        """The client says more than one portion in one write, and hangs up."""
+        heard = []
+
+        async def note(call: ServerCall) -> None:
+            heard.append(await call.receive())
+            await trio.sleep_forever()
+
+        async with scripted_client(raw={CALL: note}) as (server, peer):
+            for number in range(1000):
+                peer.call(CALL, b"%d" % number)
+                if number == 500:
+                    peer.write(frames.window_update(0, 1) * 19_000)
+            peer.close()
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(heard) == 1000
+            assert (server.calls_in_flight, server._links) == (0, {})
+
+
 class TestEnding:
     async def test_a_drained_server_lets_a_slow_client_read_to_the_end(self):
         """Closing a socket that the peer still writes to destroys what the peer has not read yet."""
@@ -402,10 +445,10 @@ class TestMistakes:
             call = await channel.start(CALL)
             receive = Connection.receive
 
-            def faulty(connection: Connection, data: bytes):
+            def faulty(connection: Connection, data: bytes, **portion):
                 if b"trip" in data:
                     raise IndexError("a bug of ours")
-                return receive(connection, data)
+                return receive(connection, data, **portion)
 
             monkeypatch.setattr(Connection, "receive", faulty)
             await call.send(b"trip")

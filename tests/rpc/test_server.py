@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+
+import hpack
 import pytest
 import trio
 import trio.testing
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from trio_router.errors import BadRequest, ConfigError, LinkError
+from trio_router.errors import BadRequest, ConfigError, LinkError, TooLarge
 from trio_router.http2 import frames
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.settings import Http2Settings
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.rpc.metadata import Origin, RpcError, get, request_headers
-from trio_router.rpc.server import Server, ServerSettings
+from trio_router.rpc.server import HANDLERS_PER_STREAM, UNREAD_TIMEOUT, Server, ServerSettings
 from trio_router.rpc.servercall import ServerCall
 
 CALL = "/test.Service/Call"
@@ -395,25 +398,160 @@ class TestDraining:
             peer.reset(stream, ErrorCode.CANCEL)
             await peer.until_closed()
 
-    async def test_an_idle_server_ends_at_once_and_an_unanswered_request_may_be_repeated(self, autojump_clock):
-        from trio_router.http2.connection import Connection
-        from trio_router.http2.streams import Role
+    async def test_a_request_that_was_on_its_way_is_served(self, scripted_client, autojump_clock):
+        async with scripted_client(raw={CALL: echo}) as (server, peer):
+            server.drain()
+            stream = peer.call(CALL, b"sent before I knew")
+            assert peer.connection.goaway_received is None
+            await peer.until_closed()
+            assert (stream.take(), stream.trailers) == ([b"sent before I knew"], [(b"grpc-status", b"0")])
+            assert peer.connection.goaway_received.last_stream_id == stream.id
 
-        network = MemoryNetwork()
-        listener = network.listen()
-        server = Server(raw={CALL: echo})
-        with trio.fail_after(100):
-            async with trio.open_nursery() as nursery:
-                await nursery.start(server.serve, listener)
-                transport = await network.dial(listener.address)
-                connection = Connection(Role.CLIENT)
-                transport.send_nowait(connection.take_output())
+    async def test_a_request_that_comes_later_may_be_repeated(self, scripted_client, autojump_clock):
+        """From a client that goes on all the same; one call is left, so that the connection stays."""
+
+        async def wait(call: ServerCall) -> None:
+            await trio.sleep_forever()
+
+        async with scripted_client(raw={CALL: wait, OTHER: echo}) as (server, peer):
+            peer.call(CALL)
+            server.drain()
+            while peer.connection.goaway_received is None or peer.connection.goaway_received.last_stream_id > 1:
+                await peer.read()
+            headers = hpack.Encoder().encode(request_headers(OTHER, authority="test"))
+            peer.write(frames.header_frames(3, headers, end_stream=True))
+            await peer.transport.wait_readable()
+            assert peer.transport.recv_nowait(1 << 20) == frames.rst_stream(3, ErrorCode.REFUSED_STREAM)
+            assert server.calls_in_flight == 1
+
+    async def test_an_idle_server_ends_at_once(self, scripted_client, autojump_clock):
+        async with scripted_client(raw={CALL: echo}) as (server, peer):
+            server.drain()
+            await peer.until_closed()
+            await trio.testing.wait_all_tasks_blocked()
+            assert not server._links
+
+
+class TestBounds:
+    """What one client may make a server hold."""
+
+    async def test_handlers_that_are_slow_to_leave_are_bounded(self, scripted_client, autojump_clock):
+        running = 0
+        most = 0
+        may_leave = trio.Event()
+
+        async def slow(call: ServerCall) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await may_leave.wait()
+                running -= 1
+
+        limit = 10
+        http2 = Http2Settings(max_concurrent_streams=limit)
+        async with scripted_client(raw={CALL: slow, OTHER: echo}, http2=http2) as (_, peer):
+            refused = 0
+            for _ in range(10):
+                streams = [peer.call(CALL) for _ in range(limit)]
                 await trio.testing.wait_all_tasks_blocked()
-                connection.receive(transport.recv_nowait(1 << 20))
-                server.drain()
-                stream = connection.open_stream(request_headers(CALL, authority="a"))
-                while connection.has_output:
-                    transport.send_nowait(connection.take_output())
-                    await transport.wait_readable()
-                    connection.receive(transport.recv_nowait(1 << 20))
-                assert stream.refused
+                peer.connection.receive(peer.transport.recv_nowait(1 << 20) or b"")
+                refused += sum(stream.refused for stream in streams)
+                for stream in streams:
+                    peer.reset(stream, ErrorCode.CANCEL)
+                await trio.testing.wait_all_tasks_blocked()
+            assert most == HANDLERS_PER_STREAM * limit
+            assert refused == 10 * limit - most
+            may_leave.set()
+            await trio.testing.wait_all_tasks_blocked()
+            assert running == 0
+            other = peer.call(OTHER, b"fine")
+            await peer.until(lambda: other.closed)
+            assert other.take() == [b"fine"]
+
+    async def test_a_client_that_stops_reading_is_hung_up_on(self, scripted_client, autojump_clock):
+        """Neither HTTP/2's windows nor pings end this one: it takes nothing off its socket any more."""
+
+        async def talk(call: ServerCall) -> None:
+            while True:
+                await call.send(bytes(1000))
+
+        async with scripted_client(raw={CALL: talk}, capacity_bytes=10_000) as (server, peer):
+            peer.call(CALL)
+            await trio.testing.wait_all_tasks_blocked()
+            (link,) = server._links
+            assert link.stuck
+            await trio.sleep(UNREAD_TIMEOUT - 1)
+            assert link.closed_because is None
+            await trio.sleep(2)
+            assert str(link.closed_because).endswith(f"has read nothing for {UNREAD_TIMEOUT:g} s")
+            await trio.testing.wait_all_tasks_blocked()
+            assert (server.calls_in_flight, server._links) == (0, {})
+
+    async def test_a_client_that_reads_now_and_then_is_not(self, scripted_client, autojump_clock):
+        async def talk(call: ServerCall) -> None:
+            for _ in range(50):
+                await call.send(bytes(1000))
+
+        async with scripted_client(raw={CALL: talk}, capacity_bytes=10_000) as (_, peer):
+            stream = peer.call(CALL)
+            while not stream.closed:
+                await trio.sleep(UNREAD_TIMEOUT - 1)
+                await peer.read()
+            assert (len(stream.messages), stream.reset_code) == (50, None)
+
+
+class TestSizesOfHeaders:
+    """What the client's SETTINGS_MAX_HEADER_LIST_SIZE does to answers; `peer` allows 400 bytes."""
+
+    @pytest.fixture
+    def small_client(self, scripted_client):
+        @asynccontextmanager
+        async def pair(**settings):
+            http2 = Http2Settings(max_header_list_bytes=400)
+            async with scripted_client(client_http2=http2, **settings) as (server, peer):
+                yield server, peer
+
+        return pair
+
+    @pytest.mark.parametrize("replies", [0, 1])
+    async def test_trailers_that_are_too_large_become_a_status_that_says_so(
+        self, small_client, autojump_clock, replies
+    ):
+        async def wordy(call: ServerCall) -> None:
+            for _ in range(replies):
+                await call.send(b"reply")
+            raise GRPCError(Status.ABORTED, "x" * 1000)
+
+        async with small_client(raw={CALL: wordy, OTHER: echo}) as (_, peer):
+            stream = peer.call(CALL)
+            await peer.until(lambda: stream.closed)
+            assert stream.take() == [b"reply"] * replies
+            assert get(stream.trailers, b"grpc-status") == b"8"
+            assert b"over the peer's limit of 400" in get(stream.trailers, b"grpc-message")
+
+    async def test_initial_metadata_that_is_too_large_is_the_handlers_to_know(self, small_client, autojump_clock):
+        caught = []
+
+        async def wordy(call: ServerCall) -> None:
+            try:
+                call.send_headers(metadata={"big": "x" * 1000})
+            except TooLarge as exc:
+                caught.append(exc)
+            await call.send(b"without")
+
+        async with small_client(raw={CALL: wordy}) as (_, peer):
+            stream = peer.call(CALL)
+            await peer.until(lambda: stream.closed)
+            assert (len(caught), stream.take()) == (1, [b"without"])
+            assert get(stream.trailers, b"grpc-status") == b"0"
+
+    async def test_a_client_that_takes_nothing_at_all_is_reset(self, scripted_client, autojump_clock):
+        async with scripted_client(raw={CALL: echo}) as (_, peer):
+            peer.write(frames.settings({6: 10}))
+            stream = peer.call(CALL, b"hello")
+            await peer.until(lambda: stream.closed)
+            assert stream.reset_code == ErrorCode.ENHANCE_YOUR_CALM

@@ -269,5 +269,11 @@ class ClientCall:
 
 
 def open_call(link: Link, headers: Headers, *, path: str, deadline: float | None) -> ClientCall:
-    """Open a stream on a usable link; raises LinkError when it has just become unusable. The caller flushes."""
-    return ClientCall(link, link.connection.open_stream(headers), path=path, deadline=deadline)
+    """Open a stream on a usable link; raises LinkError when it has just become unusable, and RpcError when the peer has
+    said that it takes no headers of this size: it would refuse the call without a word. The caller flushes.
+    """
+    try:
+        stream = link.connection.open_stream(headers)
+    except TooLarge as exc:
+        raise RpcError(Status.RESOURCE_EXHAUSTED, f"the call's metadata: {exc.message}", origin=Origin.LOCAL) from exc
+    return ClientCall(link, stream, path=path, deadline=deadline)

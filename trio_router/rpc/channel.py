@@ -72,7 +72,8 @@ class Channel:
 
         Dials first when no link has room (the only time this waits). The request leaves in one write where the windows
         allow. `timeout` is in seconds from now, dialing included; what is left of it goes to the peer and is kept here,
-        too. Raises LinkError when the peer cannot be reached, RpcError when that takes longer than `timeout`.
+        too. Raises LinkError when the peer cannot be reached, RpcError when that takes longer than `timeout` or when
+        the peer takes no metadata of this size.
 
         No call waits for a link longer than the channel's `connect_timeout`. While the channel backs off, calls fail at
         once, as gRPC's do; one that is to `wait_for_ready` waits for the attempts that follow, until its `timeout` if

@@ -7,6 +7,7 @@ nothing of calls beyond the methods of `StreamOwner`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -25,6 +26,10 @@ _log: Final = logging.getLogger(__name__)
 
 RECV_BYTES: Final = 262_144
 """One read: large enough for every frame of one step of a few hundred streams, so that each is one wake-up."""
+
+EFFORT: Final = 2000
+"""Frames of one read that are handled before other tasks have a turn, dear ones counted for several (`http2`): some 20
+ms. One read of nothing but requests, or of settings that change thousands of windows, would take seconds at once."""
 
 _LAST_READS: Final = 64
 """Reads after a failed write. A kernel holds less; a peer that goes on sending must not keep us here."""
@@ -60,7 +65,8 @@ class Link:
     """A live connection. `run` owns its tasks; everything else is synchronous.
 
     `on_stream` makes it a server's link: it is called with each new stream. `on_change` is called when the peer wants
-    no further calls, and when the link has closed. `pace` says how the peer is pinged, `ping_limits` how it may ping.
+    no further calls, and when the link has closed. `pace` says how the peer is pinged, `ping_limits` how it may ping. A
+    transport that takes nothing for `write_timeout` seconds, although there is something, ends it.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Link:
         on_change: Callable[[Link], None] | None = None,
         pace: Pace | None = None,
         ping_limits: PingLimits | None = None,
+        write_timeout: float = math.inf,
     ) -> None:
         self.connection = connection
         self.peer = transport.peer
@@ -84,6 +91,7 @@ class Link:
         self._on_change = on_change
         self._pace = pace
         self._strikes = PingStrikes(ping_limits) if ping_limits is not None else None
+        self._write_timeout = write_timeout
         self._written = 0  # bytes
         self._at_last_ping = (0, 0, 0)  # of the peer: pings, reads and bytes written up to there
         self._goaway: GoAway | None = None
@@ -178,7 +186,9 @@ class Link:
             self._flushing = False
 
     def _owes_last_word(self) -> bool:
-        if self._finish_because is None or self._asked_to_finish or self.connection.open_streams:
+        # Not while a drain is under way: a request may be coming that the peer sent before it knew.
+        connection = self.connection
+        if self._finish_because is None or self._asked_to_finish or connection.open_streams or connection.draining:
             return False
         self._asked_to_finish = True
         self.connection.ping(_LAST_WORD)
@@ -221,8 +231,13 @@ class Link:
                     # The one checkpoint of a batch: it keeps a busy peer from starving every other task.
                     await transport.wait_readable()
                     self._take(transport.recv_nowait(RECV_BYTES))
+                    while self.connection.has_input and self.closed_because is None:
+                        await trio.lowlevel.checkpoint()
+                        self._act_on(b"")
             # Writing has failed. What the peer said before it left is still to be had, and calls may have ended well.
             for _ in range(_LAST_READS):
+                while self.connection.has_input and self.closed_because is None:
+                    self._act_on(b"")
                 if self.closed_because is not None or not self._take(transport.recv_nowait(RECV_BYTES)):
                     break
         except LinkError as exc:
@@ -234,14 +249,17 @@ class Link:
         """Act on what has arrived; False when nothing has."""
         if data is None:
             return False
-        connection = self.connection
         self.reads += 1
         if not data:
-            unheard = self._on_stream is None and not connection.greeted
-            hint = " before its first word; it may expect TLS" if unheard else ""
-            self._shut(self._farewell(f"{self.peer} closed the connection{hint}"))
+            self._shut(self._farewell(f"{self.peer} closed the connection"))
             return False
-        self._hand_out(connection.receive(data))
+        self._act_on(data)
+        return True
+
+    def _act_on(self, data: bytes) -> None:
+        """Handle a portion of what has arrived; `data` is new, or empty for the next portion of it."""
+        connection = self.connection
+        self._hand_out(connection.receive(data, effort=EFFORT))
         if connection.has_output or self._finish_because is not None:
             self.flush()
         if connection.error is not None:
@@ -254,7 +272,6 @@ class Link:
             self._count_pings(self._strikes, size=len(data))
         elif connection.greeted:
             self._greeting.set()
-        return True
 
     def _told_to_go(self, goaway: GoAway) -> None:
         if goaway is not self._goaway:
@@ -317,7 +334,10 @@ class Link:
                 await self._writer_lot.park()
                 continue
             try:
-                await transport.wait_writable()
+                with trio.move_on_after(self._write_timeout) as waiting:
+                    await transport.wait_writable()
+                if waiting.cancelled_caught:
+                    raise LinkError(f"{self.peer} has read nothing for {self._write_timeout:g} s")
                 sent = transport.send_nowait(self._unsent)
                 self._written += sent
             except LinkError as exc:

@@ -202,7 +202,7 @@ class Links:
         try:
             with attempt.scope:
                 transport = await self._dialer(self.address)
-                connection = Connection(Role.CLIENT, settings=self._settings.http2)
+                connection = Connection(Role.CLIENT, settings=self._settings.http2, clock=trio.current_time)
                 link = attempt.link = Link(transport, connection, on_change=self._changed, pace=self._pace)
                 self._nursery.start_soon(link.run, name=f"link to {self.address}")
                 # Only now is it known how many calls the peer takes, and that it speaks HTTP/2 at all.

@@ -21,8 +21,9 @@ from grpclib.exceptions import GRPCError
 
 from ..errors import LinkError, RouterError
 from ..http2.connection import Connection
+from ..http2.frames import ErrorCode
 from ..http2.settings import Http2Settings
-from ..http2.streams import Role
+from ..http2.streams import Role, Stream
 from ..protocol.codec import decode, encode
 from ..scopes import plain_errors
 from .keepalive import KeepaliveSettings, Pace, PingLimits
@@ -35,6 +36,16 @@ _log: Final = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT: Final = 10.0
 """Seconds a new connection may take until its client's first SETTINGS, TLS included: several round trips of a bad
 network, and no longer, for a silent client holds one of the connections.
+"""
+
+UNREAD_TIMEOUT: Final = 120.0
+"""Seconds. A client that has stopped reading holds streams, their queues and a connection; one that is only slow takes
+something in two minutes, even where its kernel opens a window no sooner than a large part of it is free.
+"""
+
+HANDLERS_PER_STREAM: Final = 2
+"""How many handlers may run for each stream that a client may have. Two: a client that gives up all of its calls and
+makes new ones in the same moment is honest, and the old handlers have not cleaned up yet.
 """
 
 SILENCE_TOLERATED: Final = 1.0
@@ -56,10 +67,13 @@ class ServerSettings:
     `handshake_timeout`: how long a client may take to introduce itself, TLS and its first SETTINGS together.
     `ping_limits`: how often clients may ping. `keepalive`: how silent clients are pinged; without it those whose host
     has vanished are found by TCP, in two minutes.
+    `unread_timeout`: how long a client may take nothing of what waits for it: of the rest of an answer whose handler
+    has gone, which is then dropped; or of anything at all, which ends its connection.
     """
 
     max_connections: int = 1024
     handshake_timeout: float = HANDSHAKE_TIMEOUT
+    unread_timeout: float = UNREAD_TIMEOUT
     ping_limits: PingLimits = field(default_factory=PingLimits)
     keepalive: KeepaliveSettings | None = None
     http2: Http2Settings = field(default_factory=Http2Settings)
@@ -81,7 +95,7 @@ class Server:
         # A raw handler replaces the generated method of the same path.
         self._handlers.update(raw or {})
         self._settings = settings or ServerSettings()
-        self._links: dict[Link, None] = {}
+        self._links: dict[Link, int] = {}  # with how many handlers run for it
         self._listeners: list[Listener] = []
         self._draining = False
         self._connections = 0
@@ -113,7 +127,9 @@ class Server:
                 listener.close()
 
     def drain(self) -> None:
-        """Take no new connections or calls; calls under way go on. Who wants a deadline puts a scope around `serve`."""
+        """Take no new connections or calls; calls under way go on, and so do those that clients sent before they knew.
+        Who wants a deadline puts a scope around `serve`.
+        """
         self._draining = True
         for listener in self._listeners:
             listener.close()
@@ -155,13 +171,13 @@ class Server:
             async with trio.open_nursery() as calls:
                 link = Link(
                     transport,
-                    Connection(Role.SERVER, settings=settings.http2),
-                    # The call takes its stream here and not in its task: the next batch may come before that runs.
-                    on_stream=lambda stream: calls.start_soon(self._serve_call, ServerCall(link, stream), link),
+                    Connection(Role.SERVER, settings=settings.http2, clock=trio.current_time),
+                    on_stream=lambda stream: self._begin_call(link, stream, calls),
                     pace=Pace(settings.keepalive) if settings.keepalive is not None else None,
                     ping_limits=settings.ping_limits,
+                    write_timeout=settings.unread_timeout,
                 )
-                self._links[link] = None
+                self._links[link] = 0
                 if self._draining:
                     _drain(link)
                 calls.start_soon(self._admit, link, greeting)
@@ -175,6 +191,17 @@ class Server:
             await link.greeted()
             self._silent.pop(greeting, None)
             greeting.deadline = math.inf
+
+    def _begin_call(self, link: Link, stream: Stream, calls: trio.Nursery) -> None:
+        """Start the call of a new stream, unless too many handlers run already: a stream is over when it is reset, but
+        its handler only when it has cleaned up, so a client that resets its calls could start any number of them.
+        """
+        if self._links[link] >= HANDLERS_PER_STREAM * self._settings.http2.max_concurrent_streams:
+            link.connection.reset(stream, ErrorCode.REFUSED_STREAM)
+            return
+        self._links[link] += 1
+        # The call takes its stream here and not in its task: the next batch may come before that runs.
+        calls.start_soon(self._serve_call, ServerCall(link, stream), link)
 
     async def _serve_call(self, call: ServerCall, link: Link) -> None:
         self.calls_in_flight += 1
@@ -192,10 +219,11 @@ class Server:
             _blame_handler(call, group)
         finally:
             self.calls_in_flight -= 1
+            self._links[link] -= 1
             if trio.current_effective_deadline() == -math.inf:
                 # Not this call alone is cancelled: its reset would tell the client that the call was cancelled.
                 _hang_up(link)
-            call.leave()
+            call.leave(unread_timeout=self._settings.unread_timeout)
 
     async def _run_handler(self, call: ServerCall) -> None:
         problem = call.problem
@@ -230,7 +258,7 @@ def _hang_up(link: Link) -> None:
 
 
 def _drain(link: Link) -> None:
-    link.connection.go_away()
+    link.connection.drain()
     link.finish(LinkError("the server is draining"))
 
 

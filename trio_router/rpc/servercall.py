@@ -10,11 +10,13 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from ..errors import TooLarge
 from ..http2.frames import ErrorCode
 from ..http2.streams import Stream
 from .link import Flush, Link
 from .metadata import (
     CONTENT_TYPE,
+    Headers,
     MetadataLike,
     decode_metadata,
     decode_timeout,
@@ -22,6 +24,7 @@ from .metadata import (
     response_headers,
     status_trailers,
 )
+from .remainder import Remainder
 from .seat import Seat
 
 
@@ -101,14 +104,15 @@ class ServerCall:
     def send_headers(self, *, metadata: MetadataLike = ()) -> None:
         """Begin the answer now, with initial metadata. Without this the first reply begins it, with none.
 
-        Raises RuntimeError when it has begun, ValueError or TypeError for metadata that gRPC cannot carry.
+        Raises RuntimeError when it has begun, ValueError or TypeError for metadata that gRPC cannot carry, TooLarge for
+        more than the client takes.
         """
         if self._headers_sent:
             raise RuntimeError(f"the answer to {self.path} has begun already")
         headers = response_headers(metadata)
         if not self._finished and not self._stream.closed:
-            self._headers_sent = True
             self._link.connection.send_headers(self._stream, headers)
+            self._headers_sent = True
             self._link.flush()
 
     def send_nowait(self, messages: list[bytes]) -> bool:
@@ -121,8 +125,8 @@ class ServerCall:
             return True
         link = self._link
         if not self._headers_sent:
-            self._headers_sent = True
             link.connection.send_headers(stream, response_headers())
+            self._headers_sent = True
         link.connection.send_messages(stream, messages)
         if stream.queued_bytes or link.stuck:
             link.when_drained(self, stream)
@@ -158,18 +162,37 @@ class ServerCall:
             return
         trailers = status_trailers(status, message, details=details, metadata=self.trailing_metadata)
         self._finished = True
-        if not self._headers_sent:
-            trailers = [*response_headers(), *trailers]
-        connection = self._link.connection
-        connection.send_headers(self._stream, trailers, end_stream=True)
+        try:
+            self._send_trailers(trailers)
+        except TooLarge as exc:
+            self._end_smaller(exc)
         self._link.flush()
 
-    def leave(self) -> None:
-        """The handler has gone: an answer that is not finished never will be."""
+    def _send_trailers(self, trailers: Headers) -> None:
+        if not self._headers_sent:
+            trailers = [*response_headers(), *trailers]
+        self._link.connection.send_headers(self._stream, trailers, end_stream=True)
+
+    def _end_smaller(self, error: TooLarge) -> None:
+        """The client takes no list of that size: tell it so, and not what it was to be told."""
+        try:
+            self._send_trailers(status_trailers(Status.RESOURCE_EXHAUSTED, f"the call's trailers: {error.message}"))
+        except TooLarge:
+            # What gRPC reads as RESOURCE_EXHAUSTED, and nothing else fits.
+            self._link.connection.reset(self._stream, ErrorCode.ENHANCE_YOUR_CALM)
+
+    def leave(self, *, unread_timeout: float = math.inf) -> None:
+        """The handler has gone. An answer that is not finished never will be; what the client has not taken of a
+        finished one waits until it has taken nothing for `unread_timeout` seconds.
+        """
         self._link.forget(self)
-        if not self._finished and not self._stream.closed:
+        if self._stream.closed or self._stream.user is not self:
+            return
+        if not self._finished:
             self._link.connection.reset(self._stream, ErrorCode.CANCEL)
             self._link.flush()
+        else:
+            Remainder(self._link, self._stream, timeout=unread_timeout)
 
     # StreamOwner
 
