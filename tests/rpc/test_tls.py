@@ -463,6 +463,26 @@ class TestReading:
             assert server.recv_nowait(100) == b""
             await server.wait_readable()
 
+    @pytest.mark.parametrize("how", ["end", "reset"])
+    async def test_a_server_that_hangs_up_without_a_word_may_dislike_the_certificate(self, on_wires, how):
+        client, near, _, _ = on_wires
+
+        def reset(max_bytes: int) -> bytes:
+            raise LinkError("connection reset by peer")
+
+        near.arriving = [b""]
+        if how == "reset":
+            near.recv_nowait = reset
+        for _ in range(2):
+            with pytest.raises(LinkError, match="it may want another certificate"):
+                client.recv_nowait(100)
+
+    async def test_one_that_has_spoken_does_not(self, on_wires):
+        client, near, server, far = on_wires
+        server.send_nowait(b"hello")
+        near.arriving = [bytes(far.sent), b""]
+        assert [client.recv_nowait(100), client.recv_nowait(100)] == [b"hello", b""]
+
     async def test_spoilt_bytes_are_an_error_after_what_came_before_them(self, on_wires):
         client, near, server, far = on_wires
         client.send_nowait(b"good")

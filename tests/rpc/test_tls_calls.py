@@ -184,7 +184,7 @@ class TestPlaintextByMistake:
             secured(server_pair, client_tls) as at,
             open_channel(at.address, dialer=at.network.dial) as channel,
         ):
-            with pytest.raises(LinkError):
+            with pytest.raises(LinkError, match="closed the connection before its first word; it may expect TLS"):
                 await channel.connect()
             assert await settled(at.server) == 0
         assert "it does not speak TLS; is it a plaintext port or client?" in caplog.text

@@ -251,7 +251,9 @@ class Link:
             return False
         self.reads += 1
         if not data:
-            self._shut(self._farewell(f"{self.peer} closed the connection"))
+            unheard = self._on_stream is None and not self.connection.greeted
+            hint = " before its first word; it may expect TLS" if unheard else ""
+            self._shut(self._farewell(f"{self.peer} closed the connection{hint}"))
             return False
         self._act_on(data)
         return True

@@ -42,6 +42,9 @@ _CERTIFICATE_REASONS: Final = {
 
 _PLAIN: Final = "it does not speak TLS; is it a plaintext port or client?"
 _REFUSED: Final = "it refused our certificate"
+_HUNG_UP: Final = (
+    "closed the connection before its first word; it may want another certificate than we show, or one at all"
+)
 _REASONS: Final = {
     "HTTP_REQUEST": _PLAIN,
     "HTTPS_PROXY_REQUEST": _PLAIN,
@@ -73,7 +76,8 @@ class TlsTransport:
     """
 
     __slots__ = (
-        "_below", "_ciphertext", "_closed", "_ended", "_failure", "_incoming", "_outgoing", "_owed", "_tls", "peer",
+        "_below", "_ciphertext", "_closed", "_ended", "_failure", "_incoming", "_outgoing", "_owed", "_tls",
+        "_unheard", "peer",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +96,8 @@ class TlsTransport:
         self._ciphertext = b""
         self._owed = 0  # plain bytes of the record whose ciphertext waits: not reported as sent
         self._ended = False
+        # Nothing has been read yet. In TLS 1.3 a client hears what the server makes of its certificate only afterwards.
+        self._unheard = not server_side
         self._failure: LinkError | None = None
         self._closed = False
 
@@ -116,11 +122,21 @@ class TlsTransport:
         idle_bytes = 0
         while True:
             data = self._decrypt(max_bytes)
-            if data or self._ended:
+            if data:
+                self._unheard = False
                 return data
+            if self._ended:
+                if self._unheard:
+                    raise LinkError(f"{self.peer} {_HUNG_UP}")
+                return b""
             if self._failure is not None:
                 raise self._failure
-            ciphertext = self._below.recv_nowait(_RECV_BYTES)
+            try:
+                ciphertext = self._below.recv_nowait(_RECV_BYTES)
+            except LinkError as exc:
+                if self._unheard:
+                    raise LinkError(f"{self.peer} {_HUNG_UP}") from exc
+                raise
             idle_bytes += len(ciphertext or b"")
             if ciphertext == b"":
                 # A cut without TLS's goodbye is for the protocol above to judge: HTTP/2 knows what is missing.
