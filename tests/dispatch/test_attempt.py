@@ -299,6 +299,32 @@ class TestHandoffs:
         assert "2 complete frames" in caplog.text
 
 
+class TestTelling:
+    async def test_a_pair_is_told_of_when_decode_has_been_sent(self, autojump_clock):
+        async def slow(call, request):
+            await trio.sleep(2)
+            await hand_over(call, request)
+
+        async with open_scene(prefill_worker(in_turn(send(), slow)), decode_worker(refuse(Status.ABORTED))) as scene:
+            await fail(scene, WorkerRejected)
+            assert scene.recorder.pairs == [("nixl", pytest.approx(2.0))] * 4, "the first attempt sent none"
+
+    async def test_a_request_without_a_prefill_leg_is_no_pair(self, autojump_clock):
+        async with open_scene(plain_worker()) as scene:
+            await collect(scene.router, a_request())
+            assert scene.recorder.pairs == []
+
+    async def test_a_record_has_the_marks_of_the_last_attempt_only(self, autojump_clock):
+        prefill = prefill_worker(in_turn(hand_over, send()))
+        decode = decode_worker(refuse(Status.UNAVAILABLE))
+        async with open_scene(prefill, decode, router=TWICE) as scene:
+            await fail(scene, PrefillFailed)
+            [record] = scene.recorder.records
+            assert record.prefill_started_at is not None
+            assert record.decode_started_at is None
+            assert (record.prefill_worker, record.attempts) == ("prefill:1", 2)
+
+
 class SlowNetwork(MemoryNetwork):
     delay = 0.0
 

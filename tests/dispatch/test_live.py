@@ -305,6 +305,17 @@ class TestAborts:
             assert await scene.router.abort(["mine"]) == 2
 
 
+async def test_the_first_of_two_reasons_counts(autojump_clock):
+    async def never(call, request):
+        await trio.sleep_forever()
+
+    async with open_scene(plain_worker(never)) as scene, trio.open_nursery() as nursery:
+        nursery.start_soon(shut_out, lambda: collect(scene.router, a_request("mine")))
+        await trio.sleep(0.1)
+        scene.router.shut_down()
+        await scene.router.abort(["mine"])
+
+
 async def test_of_the_routers_reason_and_a_leaving_at_one_moment_the_first_counts(autojump_clock):
     async def never(call, request):
         await trio.sleep_forever()

@@ -79,12 +79,8 @@ class Attempts:
             decode = self._registry.take(WorkerRole.DECODE, model=model, failed=failed)
             # A handoff has one consumer: several samples would free the blocks under each other, so they recompute.
             if view.n <= 1:
-                facts = decode.worker.facts
                 try:
-                    # A fleet may learn of a second model at any moment; the legs of a pair never serve two.
-                    prefill = self._registry.take(
-                        WorkerRole.PREFILL, model=facts.model if facts else model, failed=failed
-                    )
+                    prefill = self._registry.take(WorkerRole.PREFILL, model=model, failed=failed)
                 except RouterError:
                     decode.release()
                     raise

@@ -19,6 +19,7 @@ class Recorder(Observer):
         self.failures: list[str] = []
         self.blamed: list[str] = []
         self.missing: list[str] = []
+        self.pairs: list[tuple[str, float]] = []
         self.readiness: list[tuple[str, bool]] = []
         self.connections: list[tuple[str, str, str | None]] = []
 
@@ -27,6 +28,9 @@ class Recorder(Observer):
 
     def handoff_ended(self, *, outcome: str) -> None:
         self.handoffs.append(outcome)
+
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+        self.pairs.append((connector, prefill_seconds))
 
     def handoff_missing(self, *, worker: str) -> None:
         self.missing.append(worker)
