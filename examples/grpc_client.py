@@ -12,12 +12,12 @@ import trio
 from grpclib import GRPCError
 from weather import Place, Report, WatchRequest, WeatherStub
 
-from trio_router.rpc import Channel, dial, open_channel
+from trio_router.rpc import Channel, open_channel
 
 
 async def main(address: str) -> None:
     # Nothing is dialed before the first call. Every connection of the channel ends with the block.
-    async with open_channel(address, dialer=dial) as channel:
+    async with open_channel(address) as channel:
         weather = WeatherStub(channel)
 
         print("now:", await weather.now(Place(name="Oslo"), timeout=5))

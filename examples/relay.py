@@ -13,7 +13,7 @@ import sys
 
 import trio
 
-from trio_router.rpc import Channel, ClientCall, Server, ServerCall, dial, listen, open_channel
+from trio_router.rpc import Channel, ClientCall, Server, ServerCall, listen, open_channel
 
 PATHS = [f"/weather.Weather/{method}" for method in ("Now", "Watch", "Mean", "Follow")]
 
@@ -48,7 +48,7 @@ class Relay:
 
 async def main(address: str, upstream: str) -> None:
     listener = await listen(address)
-    async with open_channel(upstream, dialer=dial) as channel:
+    async with open_channel(upstream) as channel:
         server = Server(raw=dict.fromkeys(PATHS, Relay(channel).handle))
         print(f"relaying on {listener.address}", flush=True)
         await server.serve(listener)
