@@ -91,7 +91,8 @@ class TestComplaints:
         assert told.startswith("port (from TRIO_ROUTER_PORT): 'x' is not")
 
     def test_a_directory_without_a_tokenizer_is_a_failure_told_in_one_line(self, tmp_path):
-        done = run("serve", *PAIR, "--port", "0", "--tokenizer-path", str(tmp_path))
+        free = ("--port", "0", "--grpc-port", "0", "--prometheus-port", "0")
+        done = run("serve", *PAIR, *free, "--tokenizer-path", str(tmp_path))
         assert done.returncode == 1
         [line] = done.stderr.splitlines()
         assert "No tokenizer files found" in line
