@@ -316,18 +316,6 @@ class H2Peer:
             self._events += self.h2.receive_data(data)
             self.flush()
 
-    async def frames(self) -> list[Frame]:
-        """What comes next, whole frames that h2 is not shown."""
-        await self.transport.wait_readable()
-        data = self.transport.recv_nowait(1 << 20)
-        found = []
-        while data:
-            frame, length = Frame.parse_frame_header(memoryview(data[:9]))
-            frame.parse_body(memoryview(data[9 : 9 + length]))
-            found.append(frame)
-            data = data[9 + length :]
-        return found
-
     async def ended(self) -> bool:
         """Read on to the end of the connection, whatever comes."""
         while self.transport.recv_nowait(1 << 20) != b"":
