@@ -27,6 +27,10 @@ OTHER_TEXT = {
     "prefill": ["grpc://p:1"],
     "decode": ["grpc://d:1"],
     "worker_urls": ["grpc://w:1"],
+    "worker_tls_ca": "/etc/ca.pem",
+    "worker_tls_cert": "/etc/me.pem",
+    "worker_tls_key": "/etc/me.key",
+    "worker_tls_server_name": "workers.example",
     "host": "10.0.0.9",
     "prometheus_host": "10.0.0.9",
     "tokenizer_path": "/models/one",
@@ -115,6 +119,12 @@ class TestValidation:
         [
             ({}, "no workers"),
             ({"prefill": ["grpc://a:1"]}, "only prefill workers"),
+            (PAIR | {"worker_tls_ca": "/ca.pem"}, "no worker's URL begins with grpcs://"),
+            (
+                PAIR | {"decode": ["grpcs://b:2"], "worker_tls_ca": "/none/ca.pem"},
+                "TLS file /none/ca.pem: No such file",
+            ),
+            (PAIR | {"decode": ["grpcs://b:2"], "worker_tls_cert": "/x"}, "both its certificate file and its key file"),
             (PAIR | {"grpc_port": "30000"}, "grpc_port and port are both 30000"),
             (PAIR | {"prometheus_port": "30001"}, "prometheus_port and grpc_port are both 30001"),
             (

@@ -33,7 +33,9 @@ from .fleet.registry import ProbeSettings
 from .fleet.worker import WorkerRole, WorkerSpec
 from .front.settings import FrontSettings, HttpSettings
 from .observe.log import LEVELS, LogSettings
+from .rpc.links import ChannelSettings
 from .rpc.server import ServerSettings
+from .rpc.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +141,8 @@ _WORKERS_ROWS: Final = (
         words=2,
         default=[],
         metavars=("URL", "BOOTSTRAP_PORT"),
-        help="a prefill worker, grpc://host:port; repeat for each. The second word is for connectors with a bootstrap"
-        " server; NIXL needs none",
+        help="a prefill worker, grpc://host:port (grpcs:// for TLS, or unix:/path); repeat for each. The second word is"
+        " for connectors with a bootstrap server; NIXL needs none",
     ),
     Row(
         name="decode",
@@ -148,7 +150,7 @@ _WORKERS_ROWS: Final = (
         many=True,
         default=[],
         metavars=("URL",),
-        help="a decode worker, grpc://host:port; repeat for each",
+        help="a decode worker, likewise; repeat for each",
     ),
     Row(
         name="worker_urls",
@@ -164,6 +166,25 @@ _WORKERS_ROWS: Final = (
         kind=choice("round_robin"),
         default="round_robin",
         help="how a worker is chosen among those that are ready",
+    ),
+    Row(
+        name="worker_tls_ca",
+        kind=PATH,
+        metavars=("FILE",),
+        help="PEM file of the authorities that certificates of grpcs:// workers come from (default: the system's)",
+    ),
+    Row(
+        name="worker_tls_cert",
+        kind=PATH,
+        metavars=("FILE",),
+        help="PEM file with the certificate, and its chain, for grpcs:// workers that ask for one",
+    ),
+    Row(name="worker_tls_key", kind=PATH, metavars=("FILE",), help="PEM file with the key of that certificate"),
+    Row(
+        name="worker_tls_server_name",
+        kind=TEXT,
+        metavars=("NAME",),
+        help="name that certificates of grpcs:// workers are for (default: each worker's host)",
     ),
 )
 _HEALTH_ROWS: Final = (
@@ -348,6 +369,7 @@ def service_settings(values: Values) -> ServiceSettings:
             workers=_workers(values),
             request_timeout=values["request_timeout_secs"],
             retry=_retry(values),
+            channel=ChannelSettings(tls=_worker_tls(values)),
             probe=ProbeSettings(
                 interval=values["health_check_interval_secs"],
                 startup_interval=values["worker_startup_check_interval"],
@@ -419,6 +441,16 @@ def _worker(text: str, *, name: str, role: WorkerRole, values: Values) -> Worker
         return WorkerSpec(url=url, role=role, bootstrap_port=None if port is None else int(port))
     except ConfigError as exc:
         raise values.wrong(name, exc.message) from exc
+
+
+def _worker_tls(values: Values) -> ClientTls | None:
+    tls = ClientTls(
+        ca_file=_path(values, "worker_tls_ca"),
+        cert_file=_path(values, "worker_tls_cert"),
+        key_file=_path(values, "worker_tls_key"),
+        server_name=values["worker_tls_server_name"],
+    )
+    return None if tls == ClientTls() else tls
 
 
 def _is_port(text: str) -> bool:

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -61,12 +61,14 @@ async def program(*arguments: str) -> AsyncIterator[Program]:
 
 
 @asynccontextmanager
-async def router(*more: str, inter_token_ms: int = 20) -> AsyncIterator[tuple[Program, list[Program]]]:
-    """A router over one pair, ready."""
+async def router(
+    *more: str, inter_token_ms: int = 20, worker: Sequence[str] = ()
+) -> AsyncIterator[tuple[Program, list[Program]]]:
+    """A router over one pair, ready. `worker` is for both workers."""
     speed = ["--inter-token-ms", str(inter_token_ms)]
     async with (
-        program("worker", "--role", "prefill", "--port", "0") as prefill,
-        program("worker", "--role", "decode", "--port", "0", *speed) as decode,
+        program("worker", "--role", "prefill", "--port", "0", *worker) as prefill,
+        program("worker", "--role", "decode", "--port", "0", *speed, *worker) as decode,
     ):
         urls = [
             (await each.line(f"ready: {role} worker on ")).split()[0]
@@ -165,3 +167,24 @@ async def test_a_worker_finishes_its_calls_when_told_to_go():
                 await chat.begun.wait()
                 assert await decode.end() == 0
             assert chat.finish_reason == "length"
+
+
+async def test_a_pair_behind_tls_that_lets_only_its_router_in(authority, server_pair, client_pair):
+    ca = ["--tls-client-ca", str(authority.ca_file)]
+    theirs = ["--tls-cert", str(server_pair.cert_file), "--tls-key", str(server_pair.key_file), *ca]
+    ca = ["--worker-tls-ca", str(authority.ca_file)]
+    ours = ["--worker-tls-cert", str(client_pair.cert_file), "--worker-tls-key", str(client_pair.key_file), *ca]
+    with trio.fail_after(60):
+        async with router(*ours, worker=theirs) as (serving, _):
+            await serving.line("ready: ")
+            chat = Chat(await address_of(serving), max_tokens=5)
+            await chat.run()
+            assert chat.finish_reason == "length"
+
+
+@pytest.mark.parametrize("option", ["--tls-cert", "--tls-key", "--tls-client-ca"])
+async def test_half_of_what_tls_takes_is_refused(option):
+    with trio.fail_after(60):
+        async with program("worker", "--port", "0", option, "some.pem") as worker:
+            assert await worker.process.wait() == 2
+            assert b"TLS takes both tls_cert and tls_key" in await worker.process.stderr.receive_some()

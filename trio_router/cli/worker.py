@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -13,6 +14,7 @@ import trio
 from ..config import (
     COUNT,
     MILLISECONDS,
+    PATH,
     PORT,
     RATE,
     SECONDS,
@@ -27,6 +29,7 @@ from ..config import (
 from ..engine.settings import Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..errors import ConfigError
+from ..rpc.tls import ServerTls
 from ..service import open_listener
 from ..settings import LOG_SECTION
 
@@ -36,12 +39,18 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerProcessSettings:
-    """A worker and where it listens. Port 0: the system chooses. `shutdown_grace` is in seconds."""
+    """A worker and where it listens. Port 0: the system chooses. `shutdown_grace` is in seconds.
+
+    With a certificate it serves TLS; with `tls_client_ca` only to clients that show one.
+    """
 
     worker: WorkerSettings
     host: str = "127.0.0.1"
     port: int = 50051
     transfer_port: int = 0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     shutdown_grace: float = 30.0
 
 
@@ -82,6 +91,19 @@ WORKER_SECTIONS: Final = (
             ),
             Row(name="port", kind=PORT, default=50051, help="gRPC"),
             Row(name="transfer_port", kind=PORT, default=0, help="transfers of KV state between workers"),
+            Row(
+                name="tls_cert",
+                kind=PATH,
+                metavars=("FILE",),
+                help="PEM file with a certificate and its chain: gRPC over TLS, grpcs:// for routers",
+            ),
+            Row(name="tls_key", kind=PATH, metavars=("FILE",), help="PEM file with the key of that certificate"),
+            Row(
+                name="tls_client_ca",
+                kind=PATH,
+                metavars=("FILE",),
+                help="PEM file of authorities: routers must show a certificate from one of them",
+            ),
             Row(
                 name="shutdown_grace_period_secs",
                 kind=SECONDS_OR_NONE,
@@ -163,6 +185,9 @@ def worker_settings(values: Values) -> WorkerProcessSettings:
         host=values["host"],
         port=values["port"],
         transfer_port=values["transfer_port"],
+        tls_cert=_path(values["tls_cert"]),
+        tls_key=_path(values["tls_key"]),
+        tls_client_ca=_path(values["tls_client_ca"]),
         shutdown_grace=values["shutdown_grace_period_secs"],
     )
 
@@ -173,15 +198,17 @@ async def run_worker(settings: WorkerProcessSettings, *, say: Callable[[str], No
     `say` gets one line, beginning with "ready", when calls are answered.
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        tls = _tls(settings)
         listener = await open_listener("port", settings.host, settings.port)
         try:
             transfers = await open_listener("transfer_port", settings.host, settings.transfer_port)
         except ConfigError:
             listener.close()
             raise
-        async with open_worker(settings.worker, listener=listener, transfer_listener=transfers) as worker:
-            role = settings.worker.role
-            say(f"ready: {role} worker on grpc://{worker.address} (transfers on {worker.transfer_address})")
+        served = listener if tls is None else tls.listen(listener)
+        async with open_worker(settings.worker, listener=served, transfer_listener=transfers) as worker:
+            url = f"{'grpc' if tls is None else 'grpcs'}://{worker.address}"
+            say(f"ready: {settings.worker.role} worker on {url} (transfers on {worker.transfer_address})")
             name = await anext(signals)
             _log.info("%s: calls may take %g s to finish", signal.Signals(name).name, settings.shutdown_grace)
             with trio.move_on_after(settings.shutdown_grace):
@@ -189,6 +216,19 @@ async def run_worker(settings: WorkerProcessSettings, *, say: Callable[[str], No
                     nursery.start_soon(_hurry, signals, nursery)
                     await _quiet(worker)
                     nursery.cancel_scope.cancel()
+
+
+def _tls(settings: WorkerProcessSettings) -> ServerTls | None:
+    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    if cert is not None and key is not None:
+        return ServerTls(cert_file=cert, key_file=key, client_ca_file=client_ca)
+    if cert is not None or key is not None or client_ca is not None:
+        raise ConfigError("TLS takes both tls_cert and tls_key, whether with tls_client_ca or without")
+    return None
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser()
 
 
 async def _quiet(worker: Worker) -> None:

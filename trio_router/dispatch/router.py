@@ -72,10 +72,10 @@ class RouterSettings:
         twice = next((url for url in urls if urls.count(url) > 1), None)
         if twice is not None:
             raise ConfigError(f"worker {twice} is configured twice")
-        for spec in self.workers:
-            tls = self.channel_to(spec).tls
-            if tls is not None:
-                tls.validate()
+        if any(spec.tls for spec in self.workers):
+            (self.channel.tls or ClientTls()).validate()
+        elif self.channel.tls is not None:
+            raise ConfigError("TLS to workers is set up, and no worker's URL begins with grpcs://")
 
     def channel_to(self, spec: WorkerSpec) -> ChannelSettings:
         """`channel` as it is for this worker."""
