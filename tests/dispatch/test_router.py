@@ -30,6 +30,7 @@ from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import GenerateRequest, GenerateResponse
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.testing import collect, open_cluster
+from trio_router.testing.scripted import open_scene, plain_worker
 
 PROMPTS = [f"Prompt number {i}: tell me about the " + "harbour and the garden " * (i % 7) for i in range(40)]
 
@@ -364,6 +365,29 @@ async def test_the_tokenizer_comes_from_a_worker_with_its_hash(autojump_clock):
     async with open_cluster() as cluster:
         archive, claimed = await cluster.router.tokenizer_bundle()
         assert hashlib.sha256(archive).hexdigest() == claimed
+
+
+async def test_the_tokenizer_is_that_of_the_named_models_workers(autojump_clock):
+    workers = [plain_worker(name=name, model=name) for name in ("a", "b")]
+    async with open_scene(*workers) as scene:
+        for worker in scene.router.registry.workers:
+
+            async def bundle(name=worker.name):
+                return name.encode(), "hash"
+
+            worker.client.tokenizer_bundle = bundle
+        assert (await scene.router.tokenizer_bundle("b"))[0] == b"b:1"
+        assert (await scene.router.tokenizer_bundle())[0] == b"a:1"
+        with pytest.raises(WorkerUnavailable) as caught:
+            await scene.router.tokenizer_bundle("c")
+        assert caught.value.error_code == "tokenizer_not_ready"
+
+
+async def test_a_worker_that_gives_no_tokenizer_is_passed_over(autojump_clock):
+    workers = [plain_worker(name=name) for name in ("a", "b")]
+    async with open_scene(*workers) as scene:
+        with pytest.raises(WorkerUnavailable, match="b:1: UNIMPLEMENTED"):
+            await scene.router.tokenizer_bundle()
 
 
 async def test_frames_carry_the_workers_bytes(autojump_clock):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -24,7 +25,10 @@ class Source:
         self.archive = archive if archive is not None else pack(ASSETS)
         self.asked = 0
 
-    async def tokenizer_bundle(self) -> tuple[bytes, str]:
+    def models(self) -> list[str]:
+        return ["m"]
+
+    async def tokenizer_bundle(self, model: str) -> tuple[bytes, str]:
         self.asked += 1
         await trio.sleep(5)
         if self.asked <= self.failures:
@@ -60,6 +64,57 @@ async def test_a_caller_that_leaves_does_not_take_the_loading_with_it(autojump_c
 
         await trio.sleep(0.5)
         assert (await texts.get("m")).vocab_size > 0
+
+
+class TwoModels:
+    """Serves models whose tokenizers differ."""
+
+    def __init__(self, archives: dict[str, bytes]) -> None:
+        self.archives = archives
+        self.asked: list[str] = []
+
+    def models(self) -> list[str]:
+        return list(self.archives)
+
+    async def tokenizer_bundle(self, model: str) -> tuple[bytes, str]:
+        self.asked.append(model)
+        archive = self.archives[model]
+        return archive, hashlib.sha256(archive).hexdigest()
+
+
+def other_assets(directory: Path) -> Path:
+    """The same tokenizer with another template."""
+    for file in ASSETS.glob("*.json"):
+        directory.joinpath(file.name).write_bytes(file.read_bytes())
+    config = msgspec.json.decode(directory.joinpath("tokenizer_config.json").read_bytes())
+    config["chat_template"] = "another template"
+    directory.joinpath("tokenizer_config.json").write_bytes(msgspec.json.encode(config))
+    return directory
+
+
+async def test_each_model_has_its_own_workers_tokenizer(autojump_clock, tmp_path) -> None:
+    source = TwoModels({"a": pack(ASSETS), "b": pack(other_assets(tmp_path))})
+    texts = BundleText(source)
+    await texts.warm()
+    assert source.asked == ["a", "b"]
+    rendered = {model: (await texts.get(model)).template.render(MESSAGES) for model in "abab"}
+    assert rendered["b"] == "another template"
+    assert rendered["a"] != rendered["b"]
+    assert source.asked == ["a", "b"], "loaded once each"
+
+
+async def test_warming_waits_until_something_is_served(autojump_clock) -> None:
+    source = TwoModels({})
+    texts = BundleText(source)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(texts.warm)
+        await trio.sleep(10)
+        assert not texts.ready
+        source.archives["a"] = pack(ASSETS)
+    assert texts.ready
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def test_without_a_bundle_callers_are_told(autojump_clock) -> None:

@@ -127,14 +127,16 @@ class Router:
         """Return when every leg has a worker to go to. Put a timeout around it."""
         await self.registry.wait_ready()
 
-    async def tokenizer_bundle(self) -> tuple[bytes, str]:
-        """The tokenizer archive of the first ready worker that gives one, with its claimed SHA-256.
+    async def tokenizer_bundle(self, model: str | None = None) -> tuple[bytes, str]:
+        """The tokenizer archive, with its claimed SHA-256, of the first ready worker that gives one; of this model's if
+        one is named.
 
         Raises WorkerUnavailable when none does.
         """
         reason = "no worker is ready"
         for worker in self.registry.workers:
-            if not worker.ready:
+            facts = worker.facts
+            if not worker.ready or facts is None or model not in (None, facts.model):
                 continue
             try:
                 return await worker.client.tokenizer_bundle()

@@ -25,8 +25,11 @@ _log = logging.getLogger(__name__)
 class BundleSource(Protocol):
     """Who has tokenizer bundles."""
 
-    async def tokenizer_bundle(self) -> tuple[bytes, str]:
-        """An archive and the SHA-256 claimed for it; raises WorkerUnavailable when nobody has one."""
+    def models(self) -> list[str]:
+        """Names of the models that can be served now."""
+
+    async def tokenizer_bundle(self, model: str) -> tuple[bytes, str]:
+        """A model's archive and the SHA-256 claimed for it; raises WorkerUnavailable when nobody has one."""
 
 
 class LoadedText:
@@ -44,10 +47,10 @@ class LoadedText:
 
 
 class BundleText:
-    """A TextSource that loads the workers' tokenizer once, and then keeps it.
+    """A TextSource that loads the tokenizer of each model from its workers once, and then keeps it.
 
-    All workers of a router serve one model, so one tokenizer serves every request. `clock` is what a chat template
-    that asks for the date gets. `adapt` may change the files before they are loaded, to put another template in say.
+    `clock` is what a chat template that asks for the date gets. `adapt` may change the files before they are loaded, to
+    put another template in say.
     """
 
     def __init__(
@@ -62,40 +65,45 @@ class BundleText:
         self._adapt = adapt
         self._offload = offload
         self._clock = clock
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizers: dict[str, Tokenizer] = {}
         self._loading = trio.Lock()
 
     def __repr__(self) -> str:
-        return f"<BundleText {self._tokenizer!r}>"
+        return f"<BundleText {self._tokenizers}>"
 
     @property
     def ready(self) -> bool:
-        return self._tokenizer is not None
+        return bool(self._tokenizers)
 
     async def get(self, model: str) -> Tokenizer:
-        """As TextSource; of many callers one loads. Raises BadBundle for a bundle that cannot be used."""
-        if self._tokenizer is not None:
-            return self._tokenizer
-        async with self._loading:
-            if self._tokenizer is None:
-                archive, sha256 = await self._source.tokenizer_bundle()
-                self._tokenizer = await self._offload(partial(self._load, archive, sha256=sha256))
-            return self._tokenizer
+        """As TextSource, for a model that is served; of many callers one loads. Raises BadBundle for a bundle that
+        cannot be used.
+        """
+        if model not in self._tokenizers:
+            async with self._loading:
+                if model not in self._tokenizers:
+                    archive, sha256 = await self._source.tokenizer_bundle(model)
+                    self._tokenizers[model] = await self._offload(partial(self._load, archive, sha256=sha256))
+        return self._tokenizers[model]
 
     def _load(self, archive: bytes, *, sha256: str) -> Tokenizer:
         return prepare(self._adapt(unpack(archive, sha256=sha256)), clock=self._clock)
 
     async def warm(self) -> None:
-        """Try until the tokenizer is there, so that readiness does not wait for a first request. Cancel it at will."""
+        """Try until the tokenizers of what is served are there, so that readiness does not wait for a first request.
+        Cancel it at will.
+        """
         while True:
+            models = self._source.models()
             try:
-                await self.get("")
+                for model in models:
+                    await self.get(model)
+                if models:
+                    return
             except WorkerUnavailable as exc:
                 _log.debug("no tokenizer yet: %s", exc)
             except RouterError as exc:
                 _log.warning("the workers' tokenizer cannot be used: %s", exc)
-            else:
-                return
             await trio.sleep(_RETRY_SECONDS)
 
 
