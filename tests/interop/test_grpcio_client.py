@@ -11,7 +11,6 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from trio_router.errors import LinkError
-from trio_router.http2 import ErrorCode, frames
 from trio_router.http2.settings import Http2Settings
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import (
@@ -415,14 +414,15 @@ class TestStopping:
         assert finished == set(served)
         assert {told for _, told in results} <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
-    async def test_connections_that_are_drained_lose_no_call(self, open_server, monkeypatch):
+    async def test_connections_that_are_drained_lose_no_call(self, open_server):
         """A server that goes on, and asks its clients to come back on a new connection again and again, as one behind a
-        balancer does: every call is served once and ends well, and none had to be refused and repeated for it.
+        balancer does: every call is served once and ends well.
+
+        Hardly any is refused for it, but some may be: gRPC's core answers our PING before it writes the requests that it
+        has made until then. It repeats them.
         """
         calls, every = 500, 40
-        served, resets = [], []
-        rst_stream = frames.rst_stream
-        monkeypatch.setattr(frames, "rst_stream", lambda *args: resets.append(args[1]) or rst_stream(*args))
+        served = []
 
         async def note(call: ServerCall) -> None:
             served.append(await call.receive())
@@ -440,7 +440,6 @@ class TestStopping:
             for _ in range(3):
                 assert await in_thread(call_many, client) == {grpc.StatusCode.OK}
         assert sorted(served) == sorted(3 * [b"%d" % n for n in range(calls)])
-        assert ErrorCode.REFUSED_STREAM not in resets
 
     async def test_a_server_that_stops_under_load_ends_every_call(self):
         sent = 0
