@@ -418,8 +418,8 @@ class TestStopping:
         """A server that goes on, and asks its clients to come back on a new connection again and again, as one behind a
         balancer does: every call is served once and ends well.
 
-        Hardly any is refused for it, but some may be: gRPC's core answers our PING before it writes the requests that it
-        has made until then. It repeats them.
+        Hardly any is refused for it, but some may be: gRPC's core answers our PING before it writes the requests that
+        it has made until then. It repeats them.
         """
         calls, every = 500, 40
         served = []
