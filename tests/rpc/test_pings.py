@@ -273,15 +273,23 @@ class TestServing:
             assert stream.trailers == OK
             await peer.until(lambda: len(peer.connection.pings_acked) == 100)
 
-    async def test_nor_are_pings_beside_requests(self, scripted_client, autojump_clock):
-        async with scripted_client(raw={CALL: echo}) as (_, peer):
+    @pytest.mark.parametrize("together", [True, False], ids=["in one read", "in a read of its own"])
+    async def test_nor_are_pings_beside_requests(self, scripted_client, autojump_clock, together):
+        async def listen(call: ServerCall) -> None:
+            while await call.receive() is not None:
+                pass
+
+        async with scripted_client(raw={CALL: listen}) as (_, peer):
             stream = peer.call(CALL, end=False)
-            for number in range(100):
+            for _ in range(100):
+                peer.connection.send_messages(stream, [b""])
+                if not together:
+                    peer.flush()
+                    await trio.testing.wait_all_tasks_blocked()
                 peer.connection.ping(b"hello???")
-                if number % 2:
-                    peer.connection.send_messages(stream, [b""])
                 peer.flush()
                 await trio.testing.wait_all_tasks_blocked()
+            await peer.until(lambda: len(peer.connection.pings_acked) == 100 or peer.connection.goaway_received)
             assert peer.connection.goaway_received is None
 
     async def test_without_strikes_anybody_may_ping_at_will(self, autojump_clock):
@@ -289,6 +297,8 @@ class TestServing:
         async with open_pinging(limits=limits, keepalive=RUDE) as (channel, _):
             call = await channel.call(SILENT, b"5000")
             assert [await call.receive(), await call.receive()] == [b"done", None]
+            assert channel.links[0].reads > 100  # answers, and of those
+            assert len(channel.links[0].connection.pings_acked) <= 1  # none is kept
 
     async def test_a_silent_client_is_pinged_and_one_that_has_died_is_left(self, autojump_clock):
         network = MemoryNetwork()

@@ -9,10 +9,12 @@ import trio
 import trio.testing
 
 from trio_router.dispatch.janitor import JanitorSettings
+from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
-from trio_router.errors import RouterError
+from trio_router.errors import RouterError, WorkerUnavailable
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.settings import Http2Settings
+from trio_router.protocol.codec import encode
 from trio_router.protocol.messages import GenerateRequest
 from trio_router.rpc import server as rpc_server
 from trio_router.rpc.keepalive import PingLimits
@@ -128,7 +130,31 @@ async def test_case_g1_of_a_worker_that_complains_of_pings_streams_go_on_and_new
         assert scene.leaks() == []
 
 
-async def test_aborts_and_releases_get_through_when_requests_use_every_stream(autojump_clock, serving):
+async def test_a_release_gets_through_when_decode_legs_use_every_stream(autojump_clock, serving):
+    """The request whose decode leg finds no room, and no other connection, has a handoff to give back."""
+
+    async def hold(call: ServerCall, request: GenerateRequest) -> None:
+        if request.sampling_params.max_tokens == 0:
+            await answer(call, request)
+        await trio.sleep_forever()
+
+    serving(ServerSettings(http2=Http2Settings(max_concurrent_streams=40)))
+    decode = decode_worker(hold)
+    settings = RouterSettings(retry=RetrySettings(attempts=1))
+    async with open_scene(prefill_worker(), decode, router=settings) as scene:
+        client = next(w.client for w in scene.router.registry.workers if w.name == decode.address)
+        for number in range(32):
+            await client.generate(encode(a_request(f"held-{number}")))
+        scene.network.black_hole(decode.address)
+        with pytest.raises(WorkerUnavailable, match="no answer within 10 s"):
+            await tokens(scene)
+        await trio.sleep(1)
+        assert len(decode.releases) == 2  # twice, since the pair has never met
+        assert scene.recorder.handoffs == ["released"]
+        assert scene.leaks() == []
+
+
+async def test_aborts_get_through_when_requests_use_every_stream(autojump_clock, serving):
     """With 40 streams to a connection and one connection to a worker, 32 requests are all it takes."""
     begun = trio.Event()
 
