@@ -125,11 +125,6 @@ class Link:
         return connection.open_streams < limit - min(keep, limit // 2)
 
     @property
-    def leaving(self) -> bool:
-        """Whether it will never take a call again."""
-        return self.closed_because is not None or self._write_error is not None or self._goaway is not None
-
-    @property
     def loss(self) -> LinkError:
         """Why open streams have been lost; they hear of a broken rule before the connection is closed over it."""
         return self.closed_because or LinkError(f"{self.peer} broke the protocol: {self.connection.error}")
