@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -38,6 +38,19 @@ def silent() -> Iterator[Target]:
 def refusing() -> Target:
     with listening() as target:
         return target
+
+
+class AtStep(trio.abc.Instrument):
+    """Calls `act` once, after the k-th task step from now."""
+
+    def __init__(self, k: int, act: Callable[[], None]) -> None:
+        self.left = k
+        self.act = act
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
 
 
 class TestNames:
@@ -136,8 +149,21 @@ class TestConnecting:
         with pytest.raises(OSError, match=r"^Connection refused; \w+"):
             await connect_first([refusing(), unreachable])
 
-    async def test_who_is_cancelled_leaves_no_socket(self, mock_clock):
+    async def test_who_is_cancelled_at_any_step_leaves_no_socket(self):
         # A socket that is forgotten is a ResourceWarning, and those are errors here.
+        with listening() as target:
+            for k in range(1, 50):
+                scope = trio.CancelScope()
+                instrument = AtStep(k, scope.cancel)
+                trio.lowlevel.add_instrument(instrument)
+                with scope:
+                    (await connect_first([target, target])).close()
+                trio.lowlevel.remove_instrument(instrument)
+                if not scope.cancelled_caught:
+                    break
+        assert k > 3
+
+    async def test_who_is_cancelled_while_addresses_are_silent_leaves_no_socket(self, mock_clock):
         with silent() as black_hole, trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(connect_first, [black_hole, black_hole])
