@@ -38,6 +38,7 @@ from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.service import LAST_WORDS, Service, context_length, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
+from trio_router.text.bundle import BadBundle
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent
 HTTP, GRPC, METRICS = "router:30000", "router:30001", "metrics:29000"
@@ -466,6 +467,31 @@ class TestWrongSettings:
         # What had been opened before is closed again.
         with pytest.raises(LinkError, match="nobody listens"):
             await network.dial(HTTP)
+
+    async def test_own_files_that_cannot_be_used_are_told_before_any_worker_is_asked(
+        self, network, autojump_clock, tmp_path
+    ):
+        dialled = []
+
+        async def dial(url: str) -> Any:
+            dialled.append(url)
+            raise LinkError("nobody there")
+
+        async def slow(work: Callable[[], Any]) -> Any:
+            await trio.sleep(1)
+            return work()
+
+        async def listen(host: str, port: int) -> Any:
+            return network.listen(f"{host}:{port}")
+
+        specs = (WorkerSpec(url="grpc://w:1", role=WorkerRole.PLAIN),)
+        settings = ServiceSettings(
+            router=RouterSettings(workers=specs), listen=LISTEN, text=TextSettings(tokenizer_path=tmp_path)
+        )
+        with pytest.raises(BadBundle, match="No tokenizer files found"):
+            async with open_service(settings, listen=listen, dialer=dial, offload=slow):
+                raise AssertionError("it serves")
+        assert not dialled
 
     async def test_a_fleet_that_cannot_work_opens_nothing(self, network, autojump_clock):
         async def listen(host: str, port: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -168,9 +168,11 @@ async def open_service(
     told = Observers(metrics, RequestLog(), *([observer] if observer else []))
     with ExitStack() as owned, plain_errors():
         opened = await _open_listeners(settings, listen=listen, owned=owned)
+        # The operator's own files first: what is wrong with them must not stand among complaints about workers.
+        own = await _read_own_files(settings.text, offload=offload)
         async with open_router(settings.router, dialer=dialer, observer=told) as router:
             metrics.workers = lambda: fleet(router)
-            texts = await _open_texts(settings.text, router=router, offload=offload)
+            texts = own.loaded or BundleText(router, offload=offload, clock=datetime.now, adapt=own.adapt)
             service = Service(
                 router=router,
                 texts=texts,
@@ -235,19 +237,28 @@ async def _listen_tcp(host: str, port: int) -> Listener:
     return await open_tcp_listener(host, port=port)
 
 
-async def _open_texts(settings: TextSettings, *, router: Router, offload: Offload) -> LoadedText | BundleText:
-    template = None if settings.chat_template is None else _read_template(settings.chat_template)
+@dataclass(frozen=True, slots=True)
+class _OwnFiles:
+    """What the operator gave in place of the workers' own files."""
 
-    def adapt(files: TokenizerFiles) -> TokenizerFiles:
-        if template is None:
+    template: bytes | None
+    loaded: LoadedText | None
+
+    def adapt(self, files: TokenizerFiles) -> TokenizerFiles:
+        if self.template is None:
             return files
         # The name that comes before every other place a model may keep its template in.
-        return TokenizerFiles(contents={**files.contents, "chat_template.jinja": template})
+        return TokenizerFiles(contents={**files.contents, "chat_template.jinja": self.template})
 
+
+async def _read_own_files(settings: TextSettings, *, offload: Offload) -> _OwnFiles:
+    template = None if settings.chat_template is None else _read_template(settings.chat_template)
+    own = _OwnFiles(template, loaded=None)
     directory = settings.tokenizer_path
     if directory is None:
-        return BundleText(router, offload=offload, clock=datetime.now, adapt=adapt)
-    return LoadedText(await offload(lambda: prepare(adapt(read_directory(directory)), clock=datetime.now)))
+        return own
+    files = await offload(lambda: prepare(own.adapt(read_directory(directory)), clock=datetime.now))
+    return replace(own, loaded=LoadedText(files))
 
 
 def _read_template(path: Path) -> bytes:
