@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from grpclib.const import Status
@@ -12,6 +13,7 @@ from ..errors import (
     LinkError,
     PrefillFailed,
     RouterError,
+    TooLarge,
     WorkerRejected,
     WorkerUnavailable,
 )
@@ -44,6 +46,9 @@ _RETRYABLE: Final = frozenset(
 )
 # With these a worker does not refuse a request: its engine has failed, and a dead one tells nobody anything.
 _ENGINE_FAILED: Final = frozenset({Status.INTERNAL, Status.UNKNOWN})
+# A gRPC server that takes no message of this size says so with the status of one that is busy. The words are those of
+# gRPC's C core (whose default is 4 MiB), grpc-go and grpc-js, then of grpc-java, and of this package's own server.
+_OVER_A_LIMIT: Final = re.compile(r"received message larger than max|exceeds maximum size|over max_message_bytes", re.I)
 
 
 def leg_error(exc: RpcError | LinkError, *, leg: str, worker: str, started: bool) -> RouterError:
@@ -53,13 +58,24 @@ def leg_error(exc: RpcError | LinkError, *, leg: str, worker: str, started: bool
     code = (_STREAM_CODES if started else _START_CODES)[leg]
     if isinstance(exc, LinkError):
         return WorkerUnavailable(f"{leg} worker {worker}: {exc.message}", code=code)
+    if is_too_large(exc):
+        return TooLarge(f"the request is too large for {leg} worker {worker}: {exc.message}")
+    if exc.origin is Origin.LOCAL and exc.status is Status.RESOURCE_EXHAUSTED:
+        # A limit of this side's. Whoever computes the answer again, it becomes no smaller.
+        return TooLarge(f"{leg} worker {worker}: {exc.message}", code="response_too_large")
     message = exc.message or f"{leg} worker {worker} gave no reason"
     return WorkerRejected(message, status=exc.status, leg=leg, details=exc.details, code=code)
 
 
+def is_too_large(exc: RpcError) -> bool:
+    """Whether the gRPC server of a worker would not take a message of this size: its engine knows nothing of it."""
+    known = exc.origin is Origin.PEER and exc.status is Status.RESOURCE_EXHAUSTED
+    return known and _OVER_A_LIMIT.search(exc.message or "") is not None
+
+
 def is_refusal(exc: RpcError) -> bool:
     """Whether a worker itself looked at the request and would not take it."""
-    return exc.origin is Origin.PEER and exc.status not in _ENGINE_FAILED
+    return exc.origin is Origin.PEER and exc.status not in _ENGINE_FAILED and not is_too_large(exc)
 
 
 def may_have_run(exc: RpcError | LinkError) -> bool:

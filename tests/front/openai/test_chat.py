@@ -8,10 +8,12 @@ import msgspec
 import pytest
 import trio
 from grpclib.const import Status
+from grpclib.exceptions import GRPCError
 
 from trio_router.errors import DecodeFailed, WorkerRejected, WorkerUnavailable
 from trio_router.front.openai.schema import ChatRequest
 from trio_router.front.wire import HttpRequest
+from trio_router.testing.scripted import open_scene, plain_worker
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny-english", "messages": [{"role": "user", "content": "Say hello"}]}
@@ -404,7 +406,24 @@ async def test_case_d2_a_workers_refusal_keeps_its_meaning(autojump_clock, serve
     assert response.json["error"]["message"] == "the prompt is too long"
 
 
-async def test_a_failure_after_the_first_byte_is_an_event_and_no_done(
+@pytest.mark.parametrize("asked", [HELLO, STREAM])
+async def test_case_g2_a_request_over_a_workers_message_limit_is_refused_once(autojump_clock, serve, asked) -> None:
+    async def refuse(call, request) -> None:
+        raise GRPCError(Status.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (5242880 vs. 4194304)")
+
+    workers = [plain_worker(refuse, name=name, model="tiny-english") for name in ("one", "two")]
+    async with open_scene(*workers) as scene:
+        client = await (await serve(scene.router)).connect()
+
+        response = await client.post(CHAT, asked)
+
+        assert (response.status, response.json["error"]["code"]) == (413, "payload_too_large")
+        assert "larger than max (5242880 vs. 4194304)" in response.json["error"]["message"]
+        assert sum(len(worker.requests) for worker in workers) == 1
+        client.leave()
+
+
+async def test_case_g3_a_failure_after_the_first_byte_is_an_event_and_no_done(
     autojump_clock, serve, scripted, frames, read_events, content
 ) -> None:
     broken = WorkerRejected("worker gone", status=Status.UNAVAILABLE, leg="decode")
