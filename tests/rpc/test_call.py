@@ -39,7 +39,7 @@ async def by_pump(call: ClientCall) -> tuple[list[bytes], RpcError | None]:
 
 
 READERS = pytest.mark.parametrize("read", [by_receive, by_pump])
-# Case G3: each ending after no message, one, and several.
+# Each ending after no message, one, and several.
 COUNTS = pytest.mark.parametrize("count", [0, 1, 3])
 
 
@@ -84,7 +84,7 @@ class TestEndings:
 
     @READERS
     @COUNTS
-    async def test_a_status(self, scripted_server, autojump_clock, read, count):
+    async def test_case_g3_a_status(self, scripted_server, autojump_clock, read, count):
         trailers = status_trailers(Status.DATA_LOSS, "gone", details=b"\x01")
         error = await self.outcome(
             scripted_server, read, count, lambda peer, stream: finish(peer, stream, count, trailers)
@@ -94,7 +94,7 @@ class TestEndings:
 
     @READERS
     @COUNTS
-    async def test_trailers_without_a_status(self, scripted_server, autojump_clock, read, count):
+    async def test_case_g3_trailers_without_a_status(self, scripted_server, autojump_clock, read, count):
         error = await self.outcome(
             scripted_server, read, count, lambda peer, stream: finish(peer, stream, count, [(b"x-cost", b"7")])
         )
@@ -102,7 +102,7 @@ class TestEndings:
 
     @READERS
     @COUNTS
-    async def test_no_trailers(self, scripted_server, autojump_clock, read, count):
+    async def test_case_g3_no_trailers(self, scripted_server, autojump_clock, read, count):
         def end(peer, stream) -> None:
             if not count:
                 peer.respond(stream)
@@ -271,8 +271,10 @@ class TestLeaving:
             assert await by_receive(again) == ([b"fine"], None)
             assert len(channel.links) == 1
 
-    async def test_what_a_cancelled_call_had_not_read_is_given_back_to_the_connection(self, open_pair, autojump_clock):
-        """Case G6: windows that leak stall everybody on the connection, after enough cancels."""
+    async def test_case_g6_what_a_cancelled_call_had_not_read_is_given_back_to_the_connection(
+        self, open_pair, autojump_clock
+    ):
+        """Windows that leak stall everybody on the connection, after enough cancels."""
 
         async def offer(call: ServerCall) -> None:
             while True:

@@ -387,8 +387,8 @@ async def test_two_tasks_in_one_call_are_told_so(open_pair, autojump_clock):
             nursery.cancel_scope.cancel()
 
 
-async def test_a_black_hole_is_given_up_after_the_connect_timeout(autojump_clock):
-    """Case D8: without a bound of its own a dial waits for the kernel's two minutes."""
+async def test_case_d8_a_black_hole_is_given_up_after_the_connect_timeout(autojump_clock):
+    """Without a bound of its own a dial waits for the kernel's two minutes."""
     from trio_router.rpc.channel import ChannelSettings, open_channel
     from trio_router.rpc.memory import MemoryNetwork
 

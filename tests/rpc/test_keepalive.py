@@ -144,8 +144,8 @@ class TestLimits:
     @settings(deadline=None)
     @given(heard=times)
     @pytest.mark.parametrize(("interval", "strikes"), [(10, 2), (10, 1), (30, 1), (300, 2)])
-    def test_no_server_of_grpcs_core_complains(self, interval, strikes, heard):
-        """With the limits of inference servers, and with its own defaults, which these servers had once (G1)."""
+    def test_case_g1_no_server_of_grpcs_core_complains(self, interval, strikes, heard):
+        """With the limits of inference servers, and with its own defaults, which these servers had once."""
         core = Core(interval=interval, strikes=strikes)
         pings, _ = watch(until=6000, heard=heard)
         for at, what in sorted([*((at, "word") for at in heard), *((at, "ping") for at in pings)]):
