@@ -49,7 +49,9 @@ makes new ones in the same moment is honest, and the old handlers have not clean
 """
 
 SILENCE_TOLERATED: Final = 1.0
-"""Seconds after which a connection whose client has said nothing yet makes room for a new one, if there is no other."""
+"""Seconds after which a connection makes room for a new one, if there is no other, when its client has said nothing yet
+or has no call on it. One that is only quiet loses nothing: it is told, and dials again for its next call.
+"""
 
 RawHandler = Callable[[ServerCall], Awaitable[None]]
 
@@ -62,7 +64,8 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Bounds of a server. `max_connections` keeps descriptors below the system's limit. Times are in seconds.
+    """Bounds of a server. `max_connections` keeps descriptors below the system's limit: beyond it a new connection gets
+    the place of one that nobody uses, or is closed. Times are in seconds.
 
     `handshake_timeout`: how long a client may take to introduce itself, TLS and its first SETTINGS together.
     `ping_limits`: how often clients may ping. `keepalive`: how silent clients are pinged; without it those whose host
@@ -101,6 +104,8 @@ class Server:
         self._connections = 0
         # Connections without their client's first words, and since when; the oldest come first.
         self._silent: dict[trio.CancelScope, float] = {}
+        # Connections without a handler, and since when; the oldest come first.
+        self._idle: dict[Link, float] = {}
         self.calls_in_flight = 0
 
     def __repr__(self) -> str:
@@ -116,7 +121,7 @@ class Server:
             try:
                 while True:
                     transport = await listener.accept()
-                    if self._connections >= self._settings.max_connections and not self._drop_a_silent_one():
+                    if self._connections >= self._settings.max_connections and not self._make_room():
                         transport.close()
                         continue
                     self._connections += 1
@@ -136,13 +141,24 @@ class Server:
         for link in list(self._links):
             _drain(link)
 
-    def _drop_a_silent_one(self) -> bool:
+    def _make_room(self) -> bool:
+        """Let go of a connection that nobody uses, if there is one: at the cap a new client is worth more. Those who
+        have not even introduced themselves go first, and of either kind who has been so the longest.
+        """
+        long_ago = trio.current_time() - SILENCE_TOLERATED
         for scope, since in self._silent.items():
-            if trio.current_time() - since < SILENCE_TOLERATED:
+            if since > long_ago:
                 break
             del self._silent[scope]
             scope.cancel(reason="said nothing, and there were too many connections")
             return True
+        for link, since in self._idle.items():
+            if since > long_ago:
+                break
+            if not link.connection.open_streams:  # of an answer that waits for its client to read it
+                del self._idle[link]
+                _hang_up(link, "there were too many connections, and no call on this one")
+                return True
         return False
 
     async def _serve_connection(self, transport: Transport) -> None:
@@ -185,12 +201,20 @@ class Server:
                 calls.cancel_scope.cancel()
         finally:
             del self._links[link]
+            self._idle.pop(link, None)
 
     async def _admit(self, link: Link, greeting: trio.CancelScope) -> None:
         with suppress(LinkError):
             await link.greeted()
             self._silent.pop(greeting, None)
             greeting.deadline = math.inf
+            self._note_handlers(link, 0)
+
+    def _note_handlers(self, link: Link, change: int) -> None:
+        self._links[link] += change
+        self._idle.pop(link, None)
+        if not self._links[link]:
+            self._idle[link] = trio.current_time()
 
     def _begin_call(self, link: Link, stream: Stream, calls: trio.Nursery) -> None:
         """Start the call of a new stream, unless too many handlers run already: a stream is over when it is reset, but
@@ -199,7 +223,7 @@ class Server:
         if self._links[link] >= HANDLERS_PER_STREAM * self._settings.http2.max_concurrent_streams:
             link.connection.reset(stream, ErrorCode.REFUSED_STREAM)
             return
-        self._links[link] += 1
+        self._note_handlers(link, +1)
         # The call takes its stream here and not in its task: the next batch may come before that runs.
         calls.start_soon(self._serve_call, ServerCall(link, stream), link)
 
@@ -219,10 +243,10 @@ class Server:
             _blame_handler(call, group)
         finally:
             self.calls_in_flight -= 1
-            self._links[link] -= 1
+            self._note_handlers(link, -1)
             if trio.current_effective_deadline() == -math.inf:
                 # Not this call alone is cancelled: its reset would tell the client that the call was cancelled.
-                _hang_up(link)
+                _hang_up(link, "the server has stopped")
             call.leave(unread_timeout=self._settings.unread_timeout)
 
     async def _run_handler(self, call: ServerCall) -> None:
@@ -251,10 +275,10 @@ def _blame_handler(call: ServerCall, error: BaseException) -> None:
     call.fail(GRPCError(Status.INTERNAL, "internal error"))
 
 
-def _hang_up(link: Link) -> None:
+def _hang_up(link: Link, why: str) -> None:
     link.connection.go_away()
     link.flush()
-    link.close(LinkError("the server has stopped"))
+    link.close(LinkError(why))
 
 
 def _drain(link: Link) -> None:
