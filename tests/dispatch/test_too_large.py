@@ -10,9 +10,8 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
-from trio_router.errors import TooLarge, WorkerRejected
+from trio_router.errors import TooLarge
 from trio_router.front.respond import grpc_reply, http_reply
 from trio_router.http2.settings import Http2Settings
 from trio_router.rpc import server as rpc_server
@@ -160,19 +159,10 @@ class TestReplies:
                 await collect(scene.router, a_request())
 
 
-class TestBusyWorkers:
-    @pytest.mark.parametrize("words", BUSY)
-    async def test_a_request_goes_to_another(self, autojump_clock, words):
-        busy, idle = plain_worker(exhausted(words), name="busy"), plain_worker(name="idle")
-        async with open_scene(busy, idle) as scene:
-            for number in range(2):
-                assert await collect(scene.router, a_request(f"request-{number}")) == [7, 8]
-            assert len(busy.requests) == 1
-
-    async def test_when_all_are_the_client_is_told_so(self, autojump_clock):
-        workers = [plain_worker(exhausted(BUSY[0]), name=name) for name in ("one", "two")]
-        async with open_scene(*workers, router=RouterSettings(retry=RetrySettings(attempts=3))) as scene:
-            with pytest.raises(WorkerRejected, match="saturated") as caught:
-                await collect(scene.router, a_request())
-            assert http_reply(caught.value).status == 429
-            assert asked(workers) == 3
+@pytest.mark.parametrize("words", BUSY)
+async def test_what_a_busy_worker_does_not_take_goes_to_another(autojump_clock, words):
+    busy, idle = plain_worker(exhausted(words), name="busy"), plain_worker(name="idle")
+    async with open_scene(busy, idle) as scene:
+        for number in range(2):
+            assert await collect(scene.router, a_request(f"request-{number}")) == [7, 8]
+        assert len(busy.requests) == 1
