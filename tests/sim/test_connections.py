@@ -50,9 +50,15 @@ async def test_a_restarted_worker_is_used_again_and_its_absence_is_told(autojump
     async with open_scene(prefill, decode) as scene:
         assert await tokens(scene) == DONE
         decode.stop()
+        scene.recorder.connections.clear()
         await trio.sleep(60)
         with pytest.raises(RouterError):
             await tokens(scene)
+        absence = [change[1:] for change in scene.recorder.connections if change[0] == decode.address]
+        states = [state for state, _ in absence]
+        assert states[:3] == ["idle", "connecting", "backoff"]
+        assert set(states[3:]) == {"connecting", "backoff"}
+        assert all("nobody listens" in reason for state, reason in absence if state == "backoff")
         scene.recorder.connections.clear()
         await scene.start(decode)
         await trio.sleep(6)  # the longest pause between attempts, and its jitter
