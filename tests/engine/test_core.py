@@ -14,7 +14,7 @@ from trio_router.engine.blocks import chain_hashes
 from trio_router.engine.handoff import Directive, read_directive
 from trio_router.engine.ledger import PinEnd
 from trio_router.engine.sequence import EngineFailure, FinishReason, Phase
-from trio_router.engine.settings import Faults
+from trio_router.engine.settings import Connector, Faults
 
 EOS = 63
 PIN = Directive(pin=True)
@@ -52,7 +52,10 @@ def hand_over(make_core, submit, run):
             spoil(prefill, params)
         prompt_blocks = -(-len(prompt) // decode.cache.block_size)
         sequence, listener = submit(
-            decode, prompt, directive=read_directive(params, prompt_blocks=prompt_blocks), max_tokens=max_tokens
+            decode,
+            prompt,
+            directive=read_directive(params, prompt_blocks=prompt_blocks, connector=Connector.NIXL),
+            max_tokens=max_tokens,
         )
         assert decode.admit(now=0.0) == [sequence]
         needed = len(sequence.blocks) - sequence.computed // decode.cache.block_size
@@ -233,7 +236,9 @@ class TestHandoff:
         core = make_core(role="decode")
         params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e"}
         params |= {"remote_host": "h", "remote_port": 1, "remote_request_id": "r"}
-        sequence, listener = submit(core, list(range(10)), directive=read_directive(params, prompt_blocks=3))
+        sequence, listener = submit(
+            core, list(range(10)), directive=read_directive(params, prompt_blocks=3, connector=Connector.NIXL)
+        )
         core.admit(now=0.0)
         core.load_failed(sequence, now=0.0)
         assert (listener.token_ids, listener.finish.reason) == ([], FinishReason.ERROR)
@@ -243,7 +248,9 @@ class TestHandoff:
         core = make_core(role="decode")
         params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e"}
         params |= {"remote_host": "h", "remote_port": 1, "remote_request_id": "r"}
-        sequence, listener = submit(core, list(range(10)), directive=read_directive(params, prompt_blocks=3))
+        sequence, listener = submit(
+            core, list(range(10)), directive=read_directive(params, prompt_blocks=3, connector=Connector.NIXL)
+        )
         core.admit(now=0.0)
         core.abort(sequence)
         assert listener.finish.reason is FinishReason.ABORT
@@ -276,7 +283,9 @@ class TestDeath:
         core = make_core(role="decode")
         params = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e"}
         params |= {"remote_host": "h", "remote_port": 1}
-        sequence, _listener = submit(core, [1, 2], directive=read_directive(params, prompt_blocks=1))
+        sequence, _listener = submit(
+            core, [1, 2], directive=read_directive(params, prompt_blocks=1, connector=Connector.NIXL)
+        )
         _other, other_listener = submit(core, [1, 2])
         core.admit(now=0.0)
         assert not core.dead

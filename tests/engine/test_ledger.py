@@ -30,10 +30,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def pin(self, request_id, count):
         if request_id in self.expiry:
             with pytest.raises(ValueError, match=request_id):
-                self.ledger.pin(request_id, blocks=[], num_tokens=0, now=self.now)
+                self.ledger.pin(request_id, engine_id="e", blocks=[], num_tokens=0, now=self.now)
             return
         blocks = self.cache.allocate(count)
-        self.ledger.pin(request_id, blocks=blocks, num_tokens=count * 4, now=self.now)
+        self.ledger.pin(request_id, engine_id="e", blocks=blocks, num_tokens=count * 4, now=self.now)
         self.expiry[request_id] = self.now + LEASE
         self.begun += 1
 

@@ -12,11 +12,13 @@ from trio_router.engine.sidechannel import (
     Contents,
     FramePipe,
     Hello,
+    Lookup,
     Pulled,
     Read,
     Release,
     Renew,
     Welcome,
+    Withdraw,
     serve_side_channel,
 )
 from trio_router.errors import LinkError, ProtocolViolation
@@ -25,7 +27,11 @@ from trio_router.rpc.memory import MemoryNetwork, memory_link
 frames = st.one_of(
     st.builds(Hello, engine_id=st.text(), tp_size=st.integers(0, 64)),
     st.builds(Welcome, engine_id=st.text(), tp_size=st.integers(0, 64), block_bytes=st.integers(0, 2**32)),
-    st.builds(Read, number=st.integers(0, 2**60), blocks=st.lists(st.integers(0, 2**40)).map(tuple)),
+    st.builds(
+        Read, number=st.integers(0, 2**60), blocks=st.lists(st.integers(0, 2**40)).map(tuple), request_id=st.text()
+    ),
+    st.builds(Lookup, number=st.integers(0, 2**60), transfer_id=st.text(), count=st.integers(0, 2**40)),
+    st.builds(Withdraw, number=st.integers(0, 2**60)),
     st.builds(Contents, number=st.integers(0, 2**60), data=st.none() | st.binary(max_size=3000)),
     st.builds(Pulled, request_id=st.text()),
     st.builds(Release, request_id=st.text()),
@@ -75,25 +81,35 @@ async def test_the_end_of_the_transport_is_a_link_error():
 
 
 class Memory:
-    """An engine that has two blocks and remembers what it was told."""
+    """An engine that has two blocks and remembers what it was told, and by a caller of which engine."""
 
     def __init__(self):
         self.told = []
 
-    def welcome(self):
-        return Welcome(engine_id="e", tp_size=1, block_bytes=4)
+    def welcome(self, *, caller):
+        return Welcome(engine_id=caller.engine_id, tp_size=1, block_bytes=4)
 
-    def read(self, blocks):
-        return None if max(blocks) > 1 else b"".join(b"%04d" % block for block in blocks)
+    def read(self, read, *, caller):
+        return None if max(read.blocks) > 1 else b"".join(b"%04d" % block for block in read.blocks)
 
-    def pulled(self, request_id):
-        self.told.append(("pulled", request_id))
+    def look_up(self, lookup, *, caller):
+        self.told.append(("look up", lookup.transfer_id, lookup.count, caller.engine_id))
+        caller.post(Contents(number=lookup.number, data=b"state"))
 
-    def released(self, request_id):
-        self.told.append(("released", request_id))
+    def withdraw(self, number, *, caller):
+        self.told.append(("withdraw", number, caller.engine_id))
 
-    def renewed(self, request_ids):
-        self.told.append(("renewed", *request_ids))
+    def hung_up(self, caller):
+        self.told.append(("hung up", caller.engine_id))
+
+    def pulled(self, request_id, *, caller):
+        self.told.append(("pulled", request_id, caller.engine_id))
+
+    def released(self, request_id, *, caller):
+        self.told.append(("released", request_id, caller.engine_id))
+
+    def renewed(self, request_ids, *, caller):
+        self.told.append(("renewed", *request_ids, caller.engine_id))
 
 
 @pytest.fixture
@@ -123,14 +139,21 @@ async def test_questions_are_answered_and_notices_passed_on(served, nursery):
     pipe.post(Hello(engine_id="e", tp_size=1))
     assert await pipe.receive() == Welcome(engine_id="e", tp_size=1, block_bytes=4)
     pipe.post(Renew(request_ids=("a", "b")))
-    pipe.post(Read(number=7, blocks=(1, 0)))
-    pipe.post(Read(number=8, blocks=(0, 2)))
+    pipe.post(Read(number=7, blocks=(1, 0), request_id="a"))
+    pipe.post(Read(number=8, blocks=(0, 2), request_id="a"))
+    pipe.post(Lookup(number=9, transfer_id="x", count=3))
+    pipe.post(Withdraw(number=9))
     pipe.post(Pulled(request_id="a"))
     pipe.post(Release(request_id="b"))
     assert await pipe.receive() == Contents(number=7, data=b"00010000")
     assert await pipe.receive() == Contents(number=8, data=None)
+    assert await pipe.receive() == Contents(number=9, data=b"state")
     await trio.testing.wait_all_tasks_blocked()
-    assert memory.told == [("renewed", "a", "b"), ("pulled", "a"), ("released", "b")]
+    notices = [("look up", "x", 3, "e"), ("withdraw", 9, "e"), ("pulled", "a", "e"), ("released", "b", "e")]
+    assert memory.told == [("renewed", "a", "b", "e"), *notices]
+    pipe.close()
+    await trio.testing.wait_all_tasks_blocked()
+    assert memory.told[-1] == ("hung up", "e")
 
 
 async def test_a_peer_that_talks_nonsense_is_cut_off_and_the_next_is_served(served, nursery, caplog):
@@ -141,5 +164,5 @@ async def test_a_peer_that_talks_nonsense_is_cut_off_and_the_next_is_served(serv
         await bad.receive()
     assert "asked for nothing" in caplog.text
     good = await connect(network, nursery)
-    good.post(Read(number=1, blocks=(0,)))
+    good.post(Read(number=1, blocks=(0,), request_id="a"))
     assert await good.receive() == Contents(number=1, data=b"0000")

@@ -6,17 +6,19 @@ scheduler drives it; nothing else changes a sequence's phase.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from .blocks import KvCache
 from .counters import Counters
-from .handoff import KvParams, handoff_params
+from .handoff import Handoff, KvParams, handoff_params
 from .language import Language
 from .ledger import Ledger, Pin, PinEnd
 from .sequence import EngineFailure, Finish, FinishReason, Phase, Sequence
-from .settings import Faults, Role, WorkerSettings
+from .settings import Connector, Faults, Role, WorkerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Core:
         self.engine_id = engine_id
         self.transfer_address = transfer_address
         self.cache = KvCache(num_blocks=settings.num_blocks, block_size=settings.block_size)
-        self.ledger = Ledger(self.cache, lease_seconds=settings.lease_seconds)
+        self.ledger = Ledger(self.cache, lease_seconds=settings.lease)
         self.counters = Counters()
         self.faults = Faults()
         self.dead = False
@@ -53,6 +55,8 @@ class Core:
         self.pulling: list[Sequence] = []
         self.running: list[Sequence] = []
         self._blocked_at: tuple[Sequence, int] | None = None
+        self._handed_on = _HANDED_ON.get(settings.kv_connector, frozenset[FinishReason]())
+        self._ranks = itertools.cycle(range(settings.dp_size))
         self._language = language
         self._draw = draw
 
@@ -65,6 +69,20 @@ class Core:
     def active(self) -> int:
         """Sequences in the window. One that pulls has its place already."""
         return len(self.running) + len(self.pulling)
+
+    # ---- ranks
+
+    def next_rank(self) -> int:
+        """The rank of a request that does not ask for one: each in turn."""
+        return next(self._ranks)
+
+    def rank_engine_id(self, rank: int) -> str:
+        """What handoffs call the engine of a rank, as vLLM names it."""
+        return self.engine_id if self.settings.dp_size == 1 else f"{self.engine_id}_dp{rank}"
+
+    def is_engine(self, engine_id: str) -> bool:
+        """Whether a handoff may name this worker, or a rank of it, so. The base id of several ranks names none."""
+        return any(engine_id == self.rank_engine_id(rank) for rank in range(self.settings.dp_size))
 
     # ---- admission
 
@@ -137,7 +155,7 @@ class Core:
         sequence.resume(self.cache, length=sequence.prompt_length)
         sequence.publish(self.cache)
         handoff = sequence.pull
-        if handoff is not None and handoff.cached_tokens is not None:
+        if isinstance(handoff, Handoff) and handoff.cached_tokens is not None:
             sequence.cached_tokens = handoff.cached_tokens
         self._start(sequence, now=now)
 
@@ -260,21 +278,32 @@ class Core:
             self.running.remove(sequence)
         sequence.move(Phase.FINISHED)
         self.counters.finished += 1
-        if sequence.directive.pin and finish.reason in _HANDED_ON and not self.faults.drop_handoff:
+        if sequence.directive.pin and finish.reason in self._handed_on and not self.faults.drop_handoff:
             finish = Finish(reason=finish.reason, matched=finish.matched, kv_params=self._pin(sequence, now=now))
         self._drop_blocks(sequence)
         sequence.outlet.put(sequence, token_ids=token_ids, finish=finish)
 
-    def _pin(self, sequence: Sequence, *, now: float) -> KvParams:
-        """Move the computed blocks from the sequence to the ledger; the rest stay for `_drop_blocks`."""
+    def _pin(self, sequence: Sequence, *, now: float) -> KvParams | None:
+        """Move the computed blocks from the sequence to the ledger; the rest stay for `_drop_blocks`.
+
+        Returns what the leg tells of it: nothing when they are kept to be pushed, for the other leg knows their name.
+        """
         count = -(-sequence.computed // self.cache.block_size)
         blocks = tuple(sequence.blocks[:count])
         del sequence.blocks[:count]
-        self.ledger.pin(sequence.internal_id, blocks=blocks, num_tokens=sequence.computed, now=now)
+        engine_id = self.rank_engine_id(sequence.rank)
+        transfer_id = sequence.directive.transfer_id
+        if transfer_id is not None and transfer_id in self.ledger.pins:
+            # Transfer ids are others' to choose: of two with one name the later is what a lookup means.
+            self.end_pin(transfer_id, how=PinEnd.RELEASED)
+        name = transfer_id or sequence.internal_id
+        self.ledger.pin(name, engine_id=engine_id, blocks=blocks, num_tokens=sequence.computed, now=now)
         self.counters.pinned += 1
+        if transfer_id is not None:
+            return None
         return handoff_params(
             address=self.transfer_address,
-            engine_id=self.engine_id,
+            engine_id=engine_id,
             request_id=sequence.internal_id,
             blocks=blocks,
             num_tokens=sequence.computed,
@@ -303,9 +332,17 @@ class Core:
         if was is not Phase.PULLING:
             self._drop_blocks(sequence)
         sequence.outlet.put(sequence, token_ids=[], finish=_ABORTED)
-        if was is Phase.PULLING and sequence.pull is not None and sequence.pull.request_id is None:
+        if was is Phase.PULLING and isinstance(sequence.pull, Handoff) and sequence.pull.request_id is None:
             self.die()
         return True
+
+    def push(self, pin: Pin, *, count: int) -> bytes | None:
+        """The contents of the last `count` blocks of a pin, which ends with that. None when it has not as many."""
+        if count > len(pin.blocks):
+            return None
+        data = self.cache.read(pin.blocks[len(pin.blocks) - count :])
+        self.end_pin(pin.request_id, how=PinEnd.PULLED)
+        return data
 
     def end_pin(self, request_id: str, *, how: PinEnd) -> Pin | None:
         """A notice about a handoff has come. None, counted as stray, when it is not held."""
@@ -338,5 +375,9 @@ class Core:
                 sequence.outlet.fail(EngineFailure.DEAD)
 
 
-_HANDED_ON = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+# Which endings of a prefill leg leave something to hand on (vLLM 0.32): Mooncake keeps blocks only at the length limit.
+_HANDED_ON: Final = {
+    Connector.NIXL: frozenset({FinishReason.STOP, FinishReason.LENGTH}),
+    Connector.MOONCAKE: frozenset({FinishReason.LENGTH}),
+}
 _ABORTED = Finish(reason=FinishReason.ABORT)

@@ -20,9 +20,8 @@ from ..protocol.messages import (
 )
 from .core import Core
 from .model import Model
-from .settings import WorkerSettings
+from .settings import Connector, WorkerSettings
 
-CONNECTOR: Final = "NixlConnector"
 VERSION: Final = "reference"
 
 THROUGHPUT_WINDOW: Final = 2.0
@@ -56,12 +55,12 @@ def model_info(model: Model, *, settings: WorkerSettings) -> GetModelInfoRespons
 
 
 def server_info(settings: WorkerSettings, *, engine_id: str) -> GetServerInfoResponse:
-    """The connector facts are empty on a plain worker."""
+    """The connector facts are empty on a worker without one. The engine id is the base, whatever ranks there are."""
     return GetServerInfoResponse(
-        kv_connector=CONNECTOR if settings.has_connector else "",
+        kv_connector=settings.kv_connector.class_name,
         kv_role=settings.kv_role,
-        kv_engine_id=engine_id if settings.has_connector else "",
-        data_parallel_size=1,
+        kv_engine_id="" if settings.kv_connector is Connector.NONE else engine_id,
+        data_parallel_size=settings.dp_size,
         kv_cache_dtype="auto",
         block_size=settings.block_size,
         model_dtype="bfloat16",
@@ -127,27 +126,37 @@ class LoadBook:
 
 
 def loads_reply(core: Core, *, book: LoadBook, now: float, wall_clock: datetime | None = None) -> GetLoadsResponse:
-    """The one rank's load. `now` is the engine's clock; `wall_clock` only stamps the reply."""
+    """The load of every rank. `now` is the engine's clock; `wall_clock` only stamps the reply.
+
+    Sequences are counted where they are; memory and throughput are one engine's, of which each rank is told its share.
+    """
+    stamp = (wall_clock or datetime.now(UTC)).isoformat()
+    ranks = core.settings.dp_size
+    loads = [_rank_load(core, book=book, now=now, rank=rank) for rank in range(ranks)]
+    return GetLoadsResponse(timestamp=stamp, version=VERSION, dp_rank_count=ranks, loads=loads)
+
+
+def _rank_load(core: Core, *, book: LoadBook, now: float, rank: int) -> SchedulerLoad:
     settings, cache = core.settings, core.cache
-    capacity = cache.num_blocks * cache.block_size
+    capacity = cache.num_blocks * cache.block_size // settings.dp_size
     usage = cache.held_blocks / cache.num_blocks
-    queued = sum(len(sequence.tokens) for sequence in core.waiting)
-    load = SchedulerLoad(
-        dp_rank=0,
-        num_running_reqs=core.active,
-        num_waiting_reqs=len(core.waiting),
-        num_total_reqs=core.active + len(core.waiting),
+    active = sum(sequence.rank == rank for sequence in (*core.running, *core.pulling))
+    waiting = [sequence for sequence in core.waiting if sequence.rank == rank]
+    queued = sum(len(sequence.tokens) for sequence in waiting)
+    return SchedulerLoad(
+        dp_rank=rank,
+        num_running_reqs=active,
+        num_waiting_reqs=len(waiting),
+        num_total_reqs=active + len(waiting),
         num_used_tokens=round(usage * capacity),
         max_total_num_tokens=capacity,
         token_usage=usage,
-        gen_throughput=book.throughput(now=now),
+        gen_throughput=book.throughput(now=now) / settings.dp_size,
         cache_hit_rate=book.hit_rate,
         utilization=usage,
         max_running_requests=settings.max_num_seqs,
         num_waiting_uncached_tokens=round(queued * (1 - book.hit_rate)),
     )
-    stamp = (wall_clock or datetime.now(UTC)).isoformat()
-    return GetLoadsResponse(timestamp=stamp, version=VERSION, dp_rank_count=1, loads=[load])
 
 
 def _id(value: object) -> int:

@@ -1,7 +1,8 @@
 """KV params: what a request asks of the connector, and what a finished prefill leg hands on.
 
-Pure reading and writing of the NIXL-shaped dictionary. Malformed params are classified here as real engines treat
-them (they are not refused: the engine dies of them); acting on that is the scheduler's business.
+Pure reading and writing of the dictionaries of the two connectors that move state. Malformed params are classified here
+as real engines treat them: NIXL's are not refused, the engine dies of them; Mooncake's are ignored. Acting on that is
+the scheduler's business.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import betterproto
 import msgspec
 
 from ..errors import BadRequest
 from ..protocol.messages import GenerateRequest
+from .settings import Connector
 
 KvParams = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSource:
-    """Where a handoff lies: enough to release it."""
+    """Where a handoff lies: enough to release it. `request_id` is what the prefill worker's ledger has it under."""
 
     address: str
     engine_id: str
@@ -48,12 +51,30 @@ class Handoff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """State that a prefill worker will push to whoever asks for it by its transfer id."""
+
+    address: str | None
+    """Where to ask; None when the params have something there that is no address."""
+    engine_id: str
+    transfer_id: str
+
+    @property
+    def source(self) -> RemoteSource | None:
+        if self.address is None:
+            return None
+        return RemoteSource(address=self.address, engine_id=self.engine_id, request_id=self.transfer_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """What a request's KV params ask the engine to do. All off for a plain request."""
 
     pin: bool = False
-    """Keep the context's blocks for a decode worker and return a handoff."""
-    pull: Handoff | None = None
+    """Keep the context's blocks for a decode worker."""
+    transfer_id: str | None = None
+    """Keep them under this id, to be pushed; None: return a handoff that tells where they are."""
+    pull: Handoff | Transfer | None = None
     """Load the prompt's state from there before the first token."""
     fatal: str | None = None
     """Why the engine dies when it schedules this request (as vLLM 0.32 with its NIXL connector was seen to)."""
@@ -82,14 +103,53 @@ def parse_kv_params(request: GenerateRequest) -> KvParams | None:
     return None
 
 
-def read_directive(params: Mapping[str, Any] | None, *, prompt_blocks: int) -> Directive:
+def read_directive(params: Mapping[str, Any] | None, *, prompt_blocks: int, connector: Connector) -> Directive:
     """What the engine will do with these params, for a prompt that fills `prompt_blocks` blocks."""
-    if not params:
+    if not params or not connector.moves_state:
         return NOTHING
+    if connector is Connector.MOONCAKE:
+        return _read_mooncake(params)
+    return _read_nixl(params, prompt_blocks=prompt_blocks)
+
+
+def _read_mooncake(params: Mapping[str, Any]) -> Directive:
+    transfer_id = params.get("transfer_id")
+    pin = bool(params.get("do_remote_decode")) and isinstance(transfer_id, str) and bool(transfer_id)
+    transfer = _read_transfer(params)
+    return Directive(
+        pin=pin,
+        transfer_id=transfer_id if pin else None,
+        pull=transfer,
+        offered=None if transfer is None else transfer.source,
+    )
+
+
+def _read_transfer(params: Mapping[str, Any]) -> Transfer | None:
+    """What a Mooncake decode leg asks for. None when a part is missing: the connector then does nothing at all."""
+    names = [params.get(key) for key in _TRANSFER_KEYS]
+    if not params.get("do_remote_prefill") or not all(isinstance(name, str) and name for name in names):
+        return None
+    transfer_id, engine_id, url = map(str, names)
+    return Transfer(address=_bootstrap_address(url), engine_id=engine_id, transfer_id=transfer_id)
+
+
+_TRANSFER_KEYS = ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")
+
+
+def _bootstrap_address(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return _join(host, port) if parts.scheme == "http" else None
+
+
+def _read_nixl(params: Mapping[str, Any], *, prompt_blocks: int) -> Directive:
     pin = bool(params.get("do_remote_decode"))
     if not params.get("do_remote_prefill"):
         return Directive(pin=pin)
-    offered = read_source(params)
+    offered = _read_nixl_source(params)
     blocks, complaint = _read_blocks(params.get("remote_block_ids"), prompt_blocks=prompt_blocks)
     address = _read_address(params)
     engine_id = params.get("remote_engine_id")
@@ -115,8 +175,17 @@ def read_directive(params: Mapping[str, Any] | None, *, prompt_blocks: int) -> D
 _OPTIONAL_KEYS = ("remote_request_id", "remote_prefill_cached_tokens", "tp_size")
 
 
-def read_source(params: Mapping[str, Any]) -> RemoteSource | None:
+def read_source(params: Mapping[str, Any] | None, *, connector: Connector) -> RemoteSource | None:
     """Whom to tell, and about what, when this handoff will not be used. None when the params do not say."""
+    if not params or not connector.moves_state:
+        return None
+    if connector is Connector.MOONCAKE:
+        transfer = _read_transfer(params)
+        return None if transfer is None else transfer.source
+    return _read_nixl_source(params)
+
+
+def _read_nixl_source(params: Mapping[str, Any]) -> RemoteSource | None:
     if not params.get("do_remote_prefill"):
         return None
     address, engine_id, request_id = (
@@ -130,7 +199,10 @@ def read_source(params: Mapping[str, Any]) -> RemoteSource | None:
 
 
 def _read_address(params: Mapping[str, Any]) -> str | None:
-    host, port = params.get("remote_host"), params.get("remote_port")
+    return _join(params.get("remote_host"), params.get("remote_port"))
+
+
+def _join(host: object, port: object) -> str | None:
     if not isinstance(host, str) or not host or not isinstance(port, int) or not 1 <= port <= 65535:
         return None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,7 +13,7 @@ import betterproto
 
 from ..errors import BadRequest
 from ..protocol.messages import GenerateRequest, MultimodalInputs
-from .handoff import NOTHING, KvParams, read_directive
+from .handoff import KvParams, read_directive
 from .model import Model, StopStrings
 from .sampling import SamplingPlan, plan_sampling
 from .sequence import Outlet, Sequence
@@ -29,6 +29,8 @@ class Order:
     plan: SamplingPlan
     streaming: bool
     params: KvParams | None
+    rank: int | None
+    """The data parallel rank it asks for; None: the engine chooses."""
 
 
 def input_type(request: GenerateRequest) -> str | None:
@@ -65,8 +67,9 @@ def take_order(request: GenerateRequest, *, params: KvParams | None, model: Mode
     """Check everything but the KV params, which come before. Raises BadRequest."""
     _refuse_media(request, params=params)
     plan = plan_sampling(request.sampling_params, vocab_size=model.vocab_size)
-    if request.data_parallel_rank not in (None, 0):
-        raise BadRequest(f"data_parallel_rank {request.data_parallel_rank} is out of range [0, 1).")
+    rank = request.data_parallel_rank
+    if rank is not None and not 0 <= rank < settings.dp_size:
+        raise BadRequest(f"data_parallel_rank {rank} is out of range [0, {settings.dp_size}).")
     if input_type(request) == "tokenized":
         prompt = request.tokenized.input_ids
     else:
@@ -76,7 +79,9 @@ def take_order(request: GenerateRequest, *, params: KvParams | None, model: Mode
     if plan.truncate_prompt_tokens is not None and plan.truncate_prompt_tokens >= 0:
         prompt = prompt[max(0, len(prompt) - plan.truncate_prompt_tokens) :]
     _check_prompt(prompt, vocab_size=model.vocab_size, limit=settings.max_context_length)
-    return Order(request_id=request.request_id, prompt=prompt, plan=plan, streaming=request.stream, params=params)
+    return Order(
+        request_id=request.request_id, prompt=prompt, plan=plan, streaming=request.stream, params=params, rank=rank
+    )
 
 
 def _refuse_media(request: GenerateRequest, *, params: KvParams | None) -> None:
@@ -116,17 +121,18 @@ def make_sequences(
     model: Model,
     settings: WorkerSettings,
     new_id: Callable[[], str],
+    next_rank: Callable[[], int],
     draw_seed: Callable[[], int],
 ) -> list[Sequence]:
-    """One sequence for each choice. With several choices each has an internal id of its own, and one handoff is
-    offered to all of them: the first to pull it frees the blocks under the others, as on a real engine."""
+    """One sequence for each choice, all of one rank. With several choices each has an internal id of its own, and one
+    handoff is offered to all of them: the first to pull it frees the blocks under the others, as on a real engine."""
     plan = order.plan
-    directive = NOTHING
-    if settings.has_connector and order.params:
-        directive = read_directive(order.params, prompt_blocks=-(-len(order.prompt) // settings.block_size))
+    prompt_blocks = -(-len(order.prompt) // settings.block_size)
+    directive = read_directive(order.params, prompt_blocks=prompt_blocks, connector=settings.kv_connector)
     seed = 0
     if not plan.greedy:
         seed = draw_seed() if plan.seed is None else plan.seed & 0xFFFF_FFFF
+    rank = next_rank() if order.rank is None else order.rank
     internal_id = f"{order.request_id}-{new_id()}"
     return [
         Sequence(
@@ -139,6 +145,7 @@ def make_sequences(
             context_limit=settings.max_context_length,
             eos_token_id=model.language.eos_token_id,
             seed=seed,
+            rank=rank,
             directive=directive,
             stop_text=StopStrings(model.tokenizer, plan=plan) if plan.stop else None,
         )

@@ -19,7 +19,7 @@ class PinEnd(Enum):
     """How a pinned handoff ended."""
 
     PULLED = "pulled"
-    """A decode worker has read the blocks and said so."""
+    """A decode worker has the state: it has read the blocks and said so, or they were pushed to it."""
     RELEASED = "released"
     """Somebody said that nobody will read them."""
     EXPIRED = "expired"
@@ -31,6 +31,9 @@ class Pin:
     """One handoff that is still held. Times are on the worker's clock, in seconds."""
 
     request_id: str
+    """What it is asked for by: the engine's own name of the request, or the transfer id it came with."""
+    engine_id: str
+    """The engine, or the rank of it, that computed the blocks."""
     blocks: tuple[int, ...]
     num_tokens: int
     pinned_at: float
@@ -69,15 +72,17 @@ class Ledger:
         """When the first pin expires unless it is renewed; None when nothing is held."""
         return min((pin.expires_at for pin in self._pins.values()), default=None)
 
-    def pin(self, request_id: str, *, blocks: Iterable[int], num_tokens: int, now: float) -> Pin:
+    def pin(self, request_id: str, *, engine_id: str, blocks: Iterable[int], num_tokens: int, now: float) -> Pin:
         """Take over the caller's reference to `blocks` for the length of a lease.
 
-        Raises ValueError when the id is pinned already: ids are the engine's own and never repeat.
+        Raises ValueError when the id is pinned already: the engine's own never repeat, and whoever takes others' ids
+        ends the older pin first.
         """
         if request_id in self._pins:
             raise ValueError(f"request {request_id} already holds a handoff")
         pin = Pin(
             request_id=request_id,
+            engine_id=engine_id,
             blocks=tuple(blocks),
             num_tokens=num_tokens,
             pinned_at=now,

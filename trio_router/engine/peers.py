@@ -8,7 +8,7 @@ step or the next release finds the handshake done.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, unique
 from typing import Final
@@ -19,9 +19,9 @@ from ..errors import LinkError, ProtocolViolation, RouterError
 from ..rpc.transport import Dialer
 from .blocks import SLOT_BYTES
 from .counters import Counters
-from .handoff import Handoff, RemoteSource
+from .handoff import Handoff, RemoteSource, Transfer
 from .settings import WorkerSettings
-from .sidechannel import Contents, FramePipe, Hello, Pulled, Read, Release, Renew, Welcome
+from .sidechannel import Contents, FramePipe, Hello, Lookup, Pulled, Read, Release, Renew, Welcome, Withdraw
 
 _REDIAL_SECONDS: Final = 0.5
 """Pause between attempts to reach a side channel; a refused connection is not yet a failed load."""
@@ -42,7 +42,7 @@ class PeerState(Enum):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A read that has no answer yet."""
+    """A read or lookup that has no answer yet."""
 
     done: trio.Event
     data: bytes | None = None
@@ -126,20 +126,34 @@ class Peer:
             waiting.done.set()
         self._waiting.clear()
 
-    async def read(self, blocks: tuple[int, ...]) -> bytes:
+    async def read(self, blocks: tuple[int, ...], *, request_id: str) -> bytes:
         """The contents of the peer's blocks. Raises PullFailed when the peer is lost or has no such block."""
+        return await self._ask(lambda number: Read(number=number, blocks=blocks, request_id=request_id))
+
+    async def look_up(self, transfer_id: str, *, count: int) -> bytes:
+        """The last `count` blocks of a transfer, for which it waits as long as it is let.
+
+        Raises PullFailed when the peer is lost or the transfer has not as many.
+        """
+        return await self._ask(lambda number: Lookup(number=number, transfer_id=transfer_id, count=count))
+
+    async def _ask(self, question: Callable[[int], Read | Lookup]) -> bytes:
         await self.settled.wait()
         if self.state is not PeerState.WARM or self._pipe is None:
             raise PullFailed(self.why_lost or f"{self.address} is gone")
         number = next(self._numbers)
         waiting = self._waiting[number] = _Waiting(trio.Event())
-        self._pipe.post(Read(number=number, blocks=blocks))
-        await waiting.done.wait()
+        self._pipe.post(question(number))
+        try:
+            await waiting.done.wait()
+        finally:
+            if self._waiting.pop(number, None) is not None:
+                self.post(Withdraw(number=number))
         if waiting.data is None:
             raise PullFailed(self.why_lost or f"{self.address} has no such blocks")
         return waiting.data
 
-    def post(self, notice: Pulled | Release | Renew) -> None:
+    def post(self, notice: Pulled | Release | Renew | Withdraw) -> None:
         """Send a notice to a warm peer; to any other it is lost."""
         if self.state is PeerState.WARM and self._pipe is not None:
             self._pipe.post(notice)
@@ -176,17 +190,37 @@ class Peers:
             if self._peers.get(key) is peer:
                 del self._peers[key]
 
-    async def pull(self, handoff: Handoff, *, blocks: tuple[int, ...]) -> bytes:
-        """Read blocks of a handoff, then tell the prefill worker that it may free them all. Raises PullFailed."""
+    async def load(self, handoff: Handoff | Transfer, *, count: int) -> bytes:
+        """The contents of the last `count` blocks of what was handed over, which ends it. Raises PullFailed."""
+        if isinstance(handoff, Handoff):
+            return await self._pull(handoff, count=count)
+        return await self._receive(handoff, count=count)
+
+    async def _pull(self, handoff: Handoff, *, count: int) -> bytes:
+        """Read the blocks, then tell the prefill worker that it may free them all."""
         if handoff.tp_size != self._settings.tp_size:
             raise PullFailed(f"the handoff is for tp_size {handoff.tp_size}, this worker has {self._settings.tp_size}")
         peer = self._peer(handoff.address, engine_id=handoff.engine_id)
-        data = await peer.read(blocks)
-        if len(data) != len(blocks) * self._settings.block_size * SLOT_BYTES:
-            raise PullFailed(f"{handoff.address} sent {len(data)} bytes for {len(blocks)} blocks")
+        data = await peer.read(handoff.blocks[-count:], request_id=handoff.request_id or "")
+        self._check(data, count=count, address=handoff.address)
         if handoff.request_id is not None:
             peer.post(Pulled(request_id=handoff.request_id))
         return data
+
+    async def _receive(self, transfer: Transfer, *, count: int) -> bytes:
+        """Have a transfer pushed. The whole of it has a bound: nobody tells that an id will never be there."""
+        if transfer.address is None:
+            raise PullFailed("remote_bootstrap_addr is not http://host:port")
+        with trio.move_on_after(self._settings.handshake_seconds):
+            peer = self._peer(transfer.address, engine_id=transfer.engine_id)
+            data = await peer.look_up(transfer.transfer_id, count=count)
+            self._check(data, count=count, address=transfer.address)
+            return data
+        raise PullFailed(f"{transfer.address} has not sent {transfer.transfer_id} in time")
+
+    def _check(self, data: bytes, *, count: int, address: str) -> None:
+        if len(data) != count * self._settings.block_size * SLOT_BYTES:
+            raise PullFailed(f"{address} sent {len(data)} bytes for {count} blocks")
 
     def release(self, source: RemoteSource) -> None:
         """Tell a prefill worker that a handoff will not be used: now if it is warm, else at a later occasion."""

@@ -14,14 +14,13 @@ import trio
 
 from ..errors import WorkerUnavailable
 from ..rpc.transport import Dialer, Listener
-from .blocks import SLOT_BYTES
 from .core import Core, Step
-from .handoff import RemoteSource
-from .ledger import PinEnd
+from .exports import Exports
+from .handoff import Handoff, RemoteSource
 from .peers import Peers, PullFailed
 from .sequence import Phase, Sequence
-from .settings import Faults
-from .sidechannel import Welcome, serve_side_channel
+from .settings import Connector, Faults
+from .sidechannel import serve_side_channel
 
 HEARTBEATS_PER_LEASE: Final = 6
 
@@ -44,6 +43,7 @@ class Engine:
         self._dialer = dialer
         self._draw = draw
         self._peers: Peers | None = None
+        self._exports = Exports(core, changed=self._wake_up)
         self._reading: set[Sequence] = set()
         self._wake = trio.Event()
         self._pins_changed = trio.Event()
@@ -63,6 +63,9 @@ class Engine:
         """Replace what is wrong with this worker, from now on."""
         self.core.faults = faults
         self._look_again()
+
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     def kill(self) -> None:
         """The engine dies now, with everything in it."""
@@ -122,9 +125,10 @@ class Engine:
         """Run until the engine dies. Other workers' pulls end with it; its pins stay where they are."""
         async with trio.open_nursery() as nursery:
             self._peers = Peers(nursery, settings=self.core.settings, dialer=self._dialer, counters=self.core.counters)
-            if self.core.settings.has_connector:
+            if self.core.settings.moves_state:
                 nursery.start_soon(self._serve_transfers, transfer_listener)
                 nursery.start_soon(self._expire_leases)
+            if self.core.settings.kv_connector is Connector.NIXL:
                 nursery.start_soon(self._send_heartbeats, self._peers)
             await self._step(nursery, peers=self._peers)
             transfer_listener.close()
@@ -160,6 +164,7 @@ class Engine:
         self.core.perform(step, now=trio.current_time())
         if counters.pinned != pinned:
             self._pins_changed.set()
+            self._exports.push()
         peers.send_deferred()
         for callback in self.after_step:
             callback()
@@ -174,7 +179,7 @@ class Engine:
     async def _pull(self, sequence: Sequence, peers: Peers) -> None:
         core = self.core
         handoff = sequence.pull
-        if handoff is None or handoff.request_id is None:
+        if handoff is None or (isinstance(handoff, Handoff) and handoff.request_id is None):
             # Never answered; the sequence stays where it is until somebody aborts it.
             return
         while core.faults.hold_pull and sequence.phase is Phase.PULLING:
@@ -187,7 +192,7 @@ class Engine:
                 raise PullFailed("the request was ended before its pull began")
             if core.faults.load_error_rate and self._draw() < core.faults.load_error_rate:
                 raise PullFailed("injected")
-            data = await peers.pull(handoff, blocks=handoff.blocks[-missing:])
+            data = await peers.load(handoff, count=missing)
             core.loaded(sequence, data=data, now=trio.current_time())
         except PullFailed:
             core.load_failed(sequence, now=trio.current_time())
@@ -205,7 +210,7 @@ class Engine:
                 self._wake.set()
 
     async def _send_heartbeats(self, peers: Peers) -> None:
-        interval = self.core.settings.lease_seconds / HEARTBEATS_PER_LEASE
+        interval = self.core.settings.lease / HEARTBEATS_PER_LEASE
         while True:
             await self._handoff_queued.wait()
             self._handoff_queued = trio.Event()
@@ -217,33 +222,4 @@ class Engine:
                 peers.renew(source for source in sources if source is not None)
 
     async def _serve_transfers(self, listener: Listener) -> None:
-        await serve_side_channel(listener, exporter=self)
-
-    # ---- the prefill end of the side channel (an Exporter)
-
-    def welcome(self) -> Welcome:
-        settings = self.core.settings
-        return Welcome(
-            engine_id=self.core.engine_id, tp_size=settings.tp_size, block_bytes=settings.block_size * SLOT_BYTES
-        )
-
-    def read(self, blocks: tuple[int, ...]) -> bytes | None:
-        try:
-            return self.core.cache.read(blocks)
-        except IndexError:
-            return None
-
-    def pulled(self, request_id: str) -> None:
-        self._end_pin(request_id, how=PinEnd.PULLED)
-
-    def released(self, request_id: str) -> None:
-        self._end_pin(request_id, how=PinEnd.RELEASED)
-
-    def _end_pin(self, request_id: str, *, how: PinEnd) -> None:
-        if self.core.end_pin(request_id, how=how) is None:
-            _log.error("notice %r for request %s, which holds no handoff (any more)", how.value, request_id)
-        self._wake.set()
-
-    def renewed(self, request_ids: tuple[str, ...]) -> None:
-        for request_id in request_ids:
-            self.core.ledger.renew(request_id, now=trio.current_time())
+        await serve_side_channel(listener, exporter=self._exports)

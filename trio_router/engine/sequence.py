@@ -12,7 +12,7 @@ from enum import Enum, StrEnum, unique
 from typing import Final, Protocol
 
 from .blocks import NO_PARENT, KvCache, block_hash, chain_hashes
-from .handoff import NOTHING, Directive, Handoff, KvParams
+from .handoff import NOTHING, Directive, Handoff, KvParams, Transfer
 from .language import Language
 from .sampling import SamplingPlan
 from .state import ROOT, advance, fold
@@ -107,6 +107,7 @@ class Sequence:
         "prefill_end",
         "prompt_length",
         "pull",
+        "rank",
         "ready_at",
         "stop_text",
         "token_limit",
@@ -125,6 +126,7 @@ class Sequence:
         context_limit: int,
         eos_token_id: int,
         seed: int = 0,
+        rank: int = 0,
         directive: Directive = NOTHING,
         stop_text: StopText | None = None,
     ) -> None:
@@ -137,7 +139,8 @@ class Sequence:
         self.directive = directive
         self.stop_text = stop_text
         self.phase = Phase.WAITING
-        self.pull: Handoff | None = directive.pull
+        self.rank = rank
+        self.pull: Handoff | Transfer | None = directive.pull
         # The handoff's own report of the prefill's cache hits, where it carries one, replaces the local count.
         self.cached_tokens = 0
         self.ready_at: float | None = None

@@ -126,13 +126,14 @@ class Servicer:
                 model=self._model,
                 settings=engine.core.settings,
                 new_id=lambda: f"{self._rng.getrandbits(32):08x}",
+                next_rank=engine.core.next_rank,
                 draw_seed=lambda: self._rng.getrandbits(63),
             )
             engine.submit(sequences)
         except (BadRequest, EngineDead, GRPCError) as exc:
             engine.core.counters.refused += 1
-            source = read_source(params) if params else None
-            if source is not None and engine.core.settings.has_connector:
+            source = read_source(params, connector=engine.core.settings.kv_connector)
+            if source is not None:
                 engine.release(source)
             if isinstance(exc, EngineDead):
                 raise GRPCError(Status.INTERNAL, EngineFailure.DEAD.value) from exc

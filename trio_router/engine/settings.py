@@ -26,8 +26,54 @@ class Role(StrEnum):
         return {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.PLAIN: ""}[self]
 
 
-_COUNTS: Final = ("block_size", "num_blocks", "max_num_seqs", "max_context_length", "max_batched_tokens", "tp_size")
+@unique
+class Connector(StrEnum):
+    """How the KV state of a prompt gets from a prefill worker to a decode worker."""
+
+    NIXL = "nixl"
+    """The decode worker pulls: the prefill leg returns where the blocks lie, and a lease runs until they are read."""
+    MOONCAKE = "mooncake"
+    """The prefill worker pushes: whoever asked both legs made up a transfer id, by which they find each other."""
+    STORE = "store"
+    """A store that both would share. It is not simulated: KV params mean nothing, a decode leg computes its prompt."""
+    NONE = "none"
+    """No connector at all, though the worker has a role."""
+
+    @property
+    def class_name(self) -> str:
+        """What `GetServerInfo` calls it: the name of vLLM's class."""
+        return _CLASS_NAMES[self]
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether KV params mean anything to the engine."""
+        return self in _LEASES
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long vLLM's connector of that name holds blocks that nobody fetches."""
+        return _LEASES.get(self, _LEASES[Connector.NIXL])
+
+
+_CLASS_NAMES: Final = {
+    Connector.NIXL: "NixlConnector",
+    Connector.MOONCAKE: "MooncakeConnector",
+    Connector.STORE: "MooncakeStoreConnector",
+    Connector.NONE: "",
+}
+_LEASES: Final = {Connector.NIXL: 30.0, Connector.MOONCAKE: 480.0}
+
+_COUNTS: Final = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_context_length",
+    "max_batched_tokens",
+    "tp_size",
+    "dp_size",
+)
 _POSITIVE: Final = ("prefill_tokens_per_second", "lease_seconds", "handshake_seconds")
+_SPELLINGS: Final[dict[str, type[StrEnum]]] = {"role": Role, "connector": Connector}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +86,8 @@ class WorkerSettings:
     name: str
     role: str = Role.PLAIN
     """A `Role` or its value."""
+    connector: str = Connector.NIXL
+    """A `Connector` or its value; means nothing on a plain worker."""
     model_name: str = "tiny-english"
     block_size: int = 16
     num_blocks: int = 4096
@@ -50,27 +98,34 @@ class WorkerSettings:
     prefill_tokens_per_second: float = 50_000.0
     inter_token_seconds: float = 0.005
     """Length of a decode step; 0 decodes as fast as the machine can."""
-    lease_seconds: float = 30.0
-    """How long a prefill worker holds a handoff that nobody pulls; a waiting decode worker renews it."""
+    lease_seconds: float | None = None
+    """How long a prefill worker holds a handoff that nobody fetches; None: as long as the real connector (30 s for
+    NIXL, 480 s for Mooncake). A waiting NIXL decode worker renews it."""
     handshake_seconds: float = 5.0
-    """How long a decode worker tries to reach a side channel before it gives the load up."""
+    """How long a decode worker tries to reach a side channel, or waits there for a pushed transfer, before it gives the
+    load up."""
     transfer_address: str = "127.0.0.1:0"
     """Where to listen for other workers' pulls. Only read by whoever opens the listener."""
     tp_size: int = 1
+    dp_size: int = 1
+    """Data parallel ranks it claims. One engine stands for them all, but every request and handoff has a rank."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "role", Role(self.role))
-        except ValueError:
-            roles = ", ".join(role.value for role in Role)
-            raise ConfigError(f"worker {self.name!r}: role {self.role!r} is none of {roles}") from None
+        for field, words in _SPELLINGS.items():
+            given = getattr(self, field)
+            try:
+                object.__setattr__(self, field, words(given))
+            except ValueError:
+                known = ", ".join(word.value for word in words)
+                raise ConfigError(f"worker {self.name!r}: {field} {given!r} is none of {known}") from None
         for field in _COUNTS:
             if getattr(self, field) < 1:
                 raise ConfigError(f"worker {self.name!r}: {field} must be at least 1, not {getattr(self, field)}")
         for field in _POSITIVE:
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"worker {self.name!r}: {field} must be above 0, not {getattr(self, field)}")
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(f"worker {self.name!r}: {field} must be above 0, not {value}")
         if self.inter_token_seconds < 0:
             raise ConfigError(f"worker {self.name!r}: inter_token_seconds must not be negative")
         if self.num_blocks * self.block_size < self.max_context_length:
@@ -81,14 +136,24 @@ class WorkerSettings:
             )
 
     @property
-    def kv_role(self) -> str:
-        """The word `GetServerInfo` uses for the role; empty without a connector."""
-        return Role(self.role).kv_role
+    def kv_connector(self) -> Connector:
+        """The connector it runs with: none on a plain worker, whatever it was given."""
+        return Connector.NONE if self.role == Role.PLAIN else Connector(self.connector)
 
     @property
-    def has_connector(self) -> bool:
+    def kv_role(self) -> str:
+        """The word `GetServerInfo` uses for the role; empty without a connector."""
+        return "" if self.kv_connector is Connector.NONE else Role(self.role).kv_role
+
+    @property
+    def moves_state(self) -> bool:
         """Whether KV params mean anything to this worker."""
-        return self.role != Role.PLAIN
+        return self.kv_connector.moves_state
+
+    @property
+    def lease(self) -> float:
+        """The lease in force, in seconds."""
+        return Connector(self.connector).lease_seconds if self.lease_seconds is None else self.lease_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The side channel between workers: its frames, how they travel, and the prefill worker's end of it.
 
-A frame is a four-byte big-endian length and a msgpack array. The reading side knows which blocks it wants and nobody
-checks whether they still hold what was promised: as with RDMA, the memory is read as it is now. Notices are about
-handoffs by request id; they need no answer.
+A frame is a four-byte big-endian length and a msgpack array. The side that pulls knows which blocks it wants and nobody
+checks whether they still hold what was promised: as with RDMA, the memory is read as it is now. The side that looks a
+transfer up is sent its state when there is one. Notices are about handoffs by request id; they need no answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First frame of the worker that dials."""
+    """First frame of the worker that dials. All that follows is meant for the engine, or rank, that it names."""
 
     engine_id: str
     tp_size: int
@@ -45,10 +45,26 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
     number: int
     blocks: tuple[int, ...]
+    request_id: str
+    """The handoff they belong to."""
+
+
+class Lookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
+    """Asks for a transfer to be pushed: the last `count` blocks of it. Answered when its prefill has ended."""
+
+    number: int
+    transfer_id: str
+    count: int
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
+    """A Lookup is not waited for any more."""
+
+    number: int
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True, tag="contents"):
-    """The answer to Read; None when one of the blocks does not exist."""
+    """The answer to Read or Lookup; None when there are no such blocks."""
 
     number: int
     data: bytes | None
@@ -72,7 +88,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     request_ids: tuple[str, ...]
 
 
-Frame = Hello | Welcome | Read | Contents | Pulled | Release | Renew
+Frame = Hello | Welcome | Read | Lookup | Withdraw | Contents | Pulled | Release | Renew
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Frame)
@@ -149,22 +165,46 @@ class FramePipe:
         self._transport.close()
 
 
+class Caller:
+    """A worker that has dialled this one: whom it asks for, and the way back to it."""
+
+    __slots__ = ("_pipe", "engine_id")
+
+    def __init__(self, pipe: FramePipe) -> None:
+        self._pipe = pipe
+        self.engine_id = ""
+        """The engine, or rank of it, that it named in its Hello."""
+
+    def post(self, frame: Welcome | Contents) -> None:
+        """Queue an answer; it is lost when the caller has gone."""
+        self._pipe.post(frame)
+
+
 class Exporter(Protocol):
     """What the prefill end needs of its engine. Called synchronously, between steps."""
 
-    def welcome(self) -> Welcome:
+    def welcome(self, *, caller: Caller) -> Welcome:
         """Who this is."""
 
-    def read(self, blocks: tuple[int, ...]) -> bytes | None:
-        """What the blocks hold now; None when one of them does not exist."""
+    def read(self, read: Read, *, caller: Caller) -> bytes | None:
+        """What the blocks hold now; None when there are no such blocks."""
 
-    def pulled(self, request_id: str) -> None:
+    def look_up(self, lookup: Lookup, *, caller: Caller) -> None:
+        """A transfer is wanted: now or, when its prefill has not ended, then."""
+
+    def withdraw(self, number: int, *, caller: Caller) -> None:
+        """A lookup of this caller's is not waited for any more."""
+
+    def hung_up(self, caller: Caller) -> None:
+        """The caller has gone, and waits for nothing."""
+
+    def pulled(self, request_id: str, *, caller: Caller) -> None:
         """A handoff has been read."""
 
-    def released(self, request_id: str) -> None:
+    def released(self, request_id: str, *, caller: Caller) -> None:
         """A handoff will not be read."""
 
-    def renewed(self, request_ids: tuple[str, ...]) -> None:
+    def renewed(self, request_ids: tuple[str, ...], *, caller: Caller) -> None:
         """Handoffs are still wanted."""
 
 
@@ -181,11 +221,12 @@ async def serve_side_channel(listener: Listener, *, exporter: Exporter) -> None:
 
 async def _serve_peer(transport: Transport, exporter: Exporter) -> None:
     pipe = FramePipe(transport)
+    caller = Caller(pipe)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pipe.write)
             while True:
-                _answer(await pipe.receive(), pipe=pipe, exporter=exporter)
+                _answer(await pipe.receive(), caller=caller, exporter=exporter)
                 # A peer that does not read its answers gets no further ones to pile up here.
                 await pipe.flushed()
     except* LinkError as group:
@@ -193,20 +234,26 @@ async def _serve_peer(transport: Transport, exporter: Exporter) -> None:
     except* ProtocolViolation as group:
         _log.warning("side channel of %s: %s", transport.peer, group.exceptions[0])
     finally:
+        exporter.hung_up(caller)
         pipe.close()
 
 
-def _answer(frame: Frame, *, pipe: FramePipe, exporter: Exporter) -> None:
+def _answer(frame: Frame, *, caller: Caller, exporter: Exporter) -> None:
     match frame:
-        case Hello():
-            pipe.post(exporter.welcome())
-        case Read(number=number, blocks=blocks):
-            pipe.post(Contents(number=number, data=exporter.read(blocks)))
+        case Hello(engine_id=engine_id):
+            caller.engine_id = engine_id
+            caller.post(exporter.welcome(caller=caller))
+        case Read(number=number):
+            caller.post(Contents(number=number, data=exporter.read(frame, caller=caller)))
+        case Lookup():
+            exporter.look_up(frame, caller=caller)
+        case Withdraw(number=number):
+            exporter.withdraw(number, caller=caller)
         case Pulled(request_id=request_id):
-            exporter.pulled(request_id)
+            exporter.pulled(request_id, caller=caller)
         case Release(request_id=request_id):
-            exporter.released(request_id)
+            exporter.released(request_id, caller=caller)
         case Renew(request_ids=request_ids):
-            exporter.renewed(request_ids)
+            exporter.renewed(request_ids, caller=caller)
         case Welcome() | Contents():
             raise ProtocolViolation(f"a {type(frame).__name__} came to a worker that asked for nothing")
