@@ -26,7 +26,7 @@ from ..config import (
     Values,
     choice,
 )
-from ..engine.settings import Role, WorkerSettings
+from ..engine.settings import Connector, Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..errors import ConfigError
 from ..rpc.tls import ServerTls
@@ -66,6 +66,13 @@ WORKER_SECTIONS: Final = (
                 kind=choice(*(role.value for role in Role)),
                 default=Role.PLAIN.value,
                 help="which leg it serves; a plain worker serves whole requests",
+            ),
+            Row(
+                name="connector",
+                kind=choice(*(connector.value for connector in Connector)),
+                default=Connector.NIXL.value,
+                help="how decode workers get the state of a prompt: they pull it (nixl), prefill workers push it"
+                " (mooncake), or they compute it themselves (store, none; a shared store is claimed, not simulated)",
             ),
             Row(name="name", kind=TEXT, metavars=("NAME",), help="its name in logs and ids (default: role and port)"),
             Row(
@@ -146,16 +153,21 @@ WORKER_SECTIONS: Final = (
             Row(
                 name="lease_secs",
                 kind=SECONDS,
-                default=_DEFAULT.lease_seconds,
-                help="how long a handoff that nobody pulls is held",
+                help="how long a handoff that nobody fetches is held (default: 30, with mooncake 480)",
             ),
             Row(
                 name="handshake_secs",
                 kind=SECONDS,
                 default=_DEFAULT.handshake_seconds,
-                help="how long a decode worker tries to reach a prefill worker",
+                help="how long a decode worker tries to reach a prefill worker, or waits for it to push",
             ),
             Row(name="tp_size", kind=COUNT, default=_DEFAULT.tp_size, help="tensor parallel size it claims"),
+            Row(
+                name="dp_size",
+                kind=COUNT,
+                default=_DEFAULT.dp_size,
+                help="data parallel ranks it claims; each request, and its handoff, is of one",
+            ),
         ),
     ),
     LOG_SECTION,
@@ -167,6 +179,7 @@ def worker_settings(values: Values) -> WorkerProcessSettings:
     worker = WorkerSettings(
         name=values["name"] or f"{values['role']}-{values['port']}",
         role=values["role"],
+        connector=values["connector"],
         model_name=values["model_name"],
         seed=values["seed"],
         block_size=values["block_size"],
@@ -179,6 +192,7 @@ def worker_settings(values: Values) -> WorkerProcessSettings:
         lease_seconds=values["lease_secs"],
         handshake_seconds=values["handshake_secs"],
         tp_size=values["tp_size"],
+        dp_size=values["dp_size"],
     )
     return WorkerProcessSettings(
         worker=worker,
