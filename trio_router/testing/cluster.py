@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..dispatch.router import Router, RouterSettings
 from ..engine.model import Model, load_model
-from ..engine.settings import WorkerSettings
+from ..engine.settings import Connector, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..fleet.worker import WorkerRole, WorkerSpec
 from ..protocol.messages import GenerateRequest, GenerateResponse, SamplingParams, TokenizedInput
@@ -81,15 +81,23 @@ async def open_cluster(
     prefill: int = 1,
     decode: int = 1,
     plain: int = 0,
+    connector: str | None = None,
+    dp_size: int | None = None,
     worker: WorkerSettings | None = None,
     router: RouterSettings | None = None,
     network: MemoryNetwork | None = None,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose every worker is routable. `worker` and `router` are templates: names, roles and the worker list
-    are filled in.
+    are filled in. `connector` (nixl, mooncake, store or none) and `dp_size` are every worker's, whatever the template
+    has.
     """
     network = network or MemoryNetwork()
     template = worker or WorkerSettings(name="template")
+    template = replace(
+        template,
+        connector=template.connector if connector is None else connector,
+        dp_size=template.dp_size if dp_size is None else dp_size,
+    )
     model = load_model()
     recorder = Recorder()
     ids = itertools.count(1)
@@ -106,8 +114,7 @@ async def open_cluster(
                     model=model,
                 )
                 workers.append(await stack.enter_async_context(opened))
-        specs = tuple(WorkerSpec(url=f"grpc://{w.address}", role=_ROLES[str(w.settings.role)]) for w in workers)
-        settings_of_router = replace(router or RouterSettings(), workers=specs)
+        settings_of_router = replace(router or RouterSettings(), workers=tuple(map(_spec, workers)))
         opened_router = open_counted_router(settings_of_router, network=network, recorder=recorder)
         running = await stack.enter_async_context(opened_router)
         # All of them, not one for each leg: tests count on the first turn being the first worker's.
@@ -120,3 +127,13 @@ async def open_cluster(
             model=model,
             _names=lambda: f"request-{next(ids)}",
         )
+
+
+def _spec(worker: Worker) -> WorkerSpec:
+    """How an operator would tell the router of it: a worker that pushes is found by its transfer port."""
+    pushes = worker.settings.role == "prefill" and worker.settings.kv_connector is Connector.MOONCAKE
+    return WorkerSpec(
+        url=f"grpc://{worker.address}",
+        role=_ROLES[str(worker.settings.role)],
+        bootstrap_port=int(worker.transfer_address.rpartition(":")[2]) if pushes else None,
+    )
