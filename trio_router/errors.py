@@ -84,6 +84,10 @@ class WorkerRejected(RouterError):
         self.details = details
 
 
+class WorkerBusy(WorkerRejected):
+    """A worker had no room for the request: it is well, and another one, or the same one later, may take it."""
+
+
 class PrefillFailed(RouterError):
     """The prefill leg ended without a complete frame, or with finish reason `abort` or `error` (invariant I1)."""
 
@@ -106,6 +110,14 @@ class HandoffInvalid(RouterError):
     grpc_status = Status.INTERNAL
     http_status = 502
     code = "handoff_invalid"
+
+
+class HandoffMissing(RouterError):
+    """The prefill leg ended well and handed nothing over, and the operator wants no prompt computed twice."""
+
+    grpc_status = Status.INTERNAL
+    http_status = 502
+    code = "handoff_missing"
 
 
 class RequestTimeout(RouterError):

@@ -9,6 +9,7 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from trio_router.dispatch.handoff import HandoffSettings
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import DecodeFailed, HandoffInvalid, PrefillFailed, WorkerRejected, WorkerUnavailable
@@ -126,7 +127,8 @@ class TestCodes:
     @pytest.mark.parametrize(
         ("script", "code"),
         [
-            (refuse(Status.UNAVAILABLE), "prefill_worker_failed_to_start"),
+            (refuse(Status.INTERNAL), "prefill_worker_failed_to_start"),
+            (refuse(Status.UNAVAILABLE), "worker_overload_protection_shed"),
             (refuse(Status.UNAVAILABLE, after=(chunk(),)), "prefill_stream_error"),
             (refuse(Status.UNAVAILABLE, after=(HANDOFF,)), "prefill_stream_error"),
             (send(), "prefill_stream_error"),
@@ -140,7 +142,8 @@ class TestCodes:
     @pytest.mark.parametrize(
         ("script", "code"),
         [
-            (refuse(Status.UNAVAILABLE), "decode_worker_failed_to_start"),
+            (refuse(Status.INTERNAL), "decode_worker_failed_to_start"),
+            (refuse(Status.RESOURCE_EXHAUSTED), "worker_overload_protection_shed"),
             (refuse(Status.UNAVAILABLE, after=(chunk(),)), "worker_stream_failed"),
             (send(), "no_responses_from_server"),
             (send(chunk(), complete("error")), "worker_stream_failed"),
@@ -316,7 +319,7 @@ class TestTelling:
 
     async def test_a_record_has_the_marks_of_the_last_attempt_only(self, autojump_clock):
         prefill = prefill_worker(in_turn(hand_over, send()))
-        decode = decode_worker(refuse(Status.UNAVAILABLE))
+        decode = decode_worker(refuse(Status.INTERNAL))
         async with open_scene(prefill, decode, router=TWICE) as scene:
             await fail(scene, PrefillFailed)
             [record] = scene.recorder.records
@@ -338,7 +341,9 @@ class TestFreshness:
 
     async def test_i5_a_handoff_that_grew_old_while_decode_was_being_dialed_is_not_offered(self, autojump_clock):
         settings = RouterSettings(
-            fresh_fraction=0.2, retry=RetrySettings(attempts=1), channel=ChannelSettings(connect_timeout=30.0)
+            handoff=HandoffSettings(fresh_fraction=0.2),
+            retry=RetrySettings(attempts=1),
+            channel=ChannelSettings(connect_timeout=30.0),
         )
         decode = decode_worker()
         network = SlowNetwork()

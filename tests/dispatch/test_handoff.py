@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trio_router.dispatch.connectors import Connector
 from trio_router.dispatch.handoff import Handoff, HandoffState, PrefillAnswer, harvest
 from trio_router.dispatch.kvparams import read_params
 from trio_router.errors import PrefillFailed
@@ -63,7 +64,15 @@ def test_an_empty_string_counts_as_no_params():
 
 def make_handoff(told: list[HandoffState] | None = None, *, issued_at: float = 0.0) -> Handoff:
     told = [] if told is None else told
-    return Handoff(read_params("{}"), prefill_worker="p", issued_at=issued_at, lease=30.0, on_end=told.append)
+    return Handoff(
+        read_params("{}"),
+        attempt_id="a",
+        connector=Connector.NIXL,
+        prefill_worker="p",
+        issued_at=issued_at,
+        lease=30.0,
+        on_end=lambda handoff: told.append(handoff.state),
+    )
 
 
 ENDINGS = [HandoffState.CONSUMED, HandoffState.RELEASED, HandoffState.LAPSED, HandoffState.INVALID]

@@ -9,10 +9,9 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from trio_router.dispatch.connectors import prefill_params
-from trio_router.dispatch.handoff import Handoff
+from trio_router.dispatch.handoff import Handoff, HandoffSettings
 from trio_router.dispatch.janitor import JanitorSettings
-from trio_router.dispatch.legs import RequestView, parse_request, prefill_leg
+from trio_router.dispatch.legs import RequestView, parse_request
 from trio_router.dispatch.prefill import PrefillLeg
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
@@ -303,7 +302,7 @@ class TestReleases:
             assert len(other.releases) == 2 or scene.recorder.blamed == ["chosen:1"]
 
     async def test_i3_what_is_older_than_its_lease_is_left_alone(self, autojump_clock, monkeypatch):
-        monkeypatch.setattr("trio_router.dispatch.prefill.lease_seconds", lambda connector: 0.0)
+        monkeypatch.setattr(HandoffSettings, "lease", lambda settings, connector: 0.0)
         gate, decode = Gate(HANDOFF), decode_worker()
         async with open_scene(prefill_worker(gate), decode) as scene:
             assert await self.released(scene, gate) == "lapsed"
@@ -331,8 +330,15 @@ async def test_a_release_reaches_the_prefill_worker_whether_or_not_the_pair_has_
 async def prefill_only(cluster: Cluster) -> tuple[Handoff, RequestView]:
     """Run a prefill leg by itself: its handoff is what is held between the legs."""
     view = parse_request(encode(cluster.request("another prompt")), disaggregated=True)
-    leg = PrefillLeg(cluster.router.registry.take(WorkerRole.PREFILL), attempt_id="by-hand", observer=cluster.recorder)
-    await leg.run(prefill_leg(view, attempt_id="by-hand", kv_params=prefill_params(leg.connector)))
+    router = cluster.router
+    leg = PrefillLeg(
+        router.registry.take(WorkerRole.PREFILL),
+        view=view,
+        attempt_id="by-hand",
+        transfer_id="xfer-by-hand",
+        book=router.handoffs,
+    )
+    await leg.run()
     leg.harvest()
     leg.leave()
     assert leg.handoff is not None

@@ -16,7 +16,7 @@ PARAMS = '{"do_remote_decode":true,"do_remote_prefill":false}'
 UNKNOWN = b"\xfa\x3e\x05later"  # field 1007: something a newer client says
 
 SAMPLING_CHOICES = {
-    "max_tokens": [None, 0, 7],
+    "max_tokens": [None, 1, 7],
     "min_tokens": [0, 3],
     "stop": [[], ["END", "."]],
     "stop_token_ids": [[], [5, 6]],
@@ -111,6 +111,14 @@ def test_a_release_leg_is_made_to_be_refused(messages):
 def test_prompt_logprobs_are_refused_behind_a_pair_only():
     message = encode(GenerateRequest(text="x", sampling_params=SamplingParams(prompt_logprobs=0)))
     with pytest.raises(BadRequest, match="prompt_logprobs"):
+        parse_request(message, disaggregated=True)
+    assert parse_request(message, disaggregated=False).n == 1
+
+
+def test_no_tokens_are_refused_behind_a_pair_only():
+    """A plain worker says so itself, and at once; behind a pair the prompt would have been computed by then."""
+    message = encode(GenerateRequest(text="x", sampling_params=SamplingParams(max_tokens=0)))
+    with pytest.raises(BadRequest, match="max_tokens is 0"):
         parse_request(message, disaggregated=True)
     assert parse_request(message, disaggregated=False).n == 1
 

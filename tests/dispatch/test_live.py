@@ -9,6 +9,7 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from trio_router.dispatch.handoff import HandoffSettings
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import (
@@ -223,7 +224,7 @@ class TestDeadlines:
 
     async def test_it_bounds_the_pauses_between_attempts(self, autojump_clock):
         async def refuse(call, request):
-            raise GRPCError(Status.UNAVAILABLE, "busy")
+            raise GRPCError(Status.INTERNAL, "broken")
 
         retry = RetrySettings(attempts=100, initial_backoff=10.0)
         async with open_scene(plain_worker(refuse), router=RouterSettings(retry=retry)) as scene:
@@ -283,7 +284,7 @@ class TestAborts:
 
     async def test_a_pause_between_attempts_is_ended_too(self, autojump_clock):
         async def refuse(call, request):
-            raise GRPCError(Status.UNAVAILABLE, "busy")
+            raise GRPCError(Status.INTERNAL, "broken")
 
         retry = RetrySettings(initial_backoff=100.0, max_backoff=100.0)
         async with open_scene(plain_worker(refuse), router=RouterSettings(retry=retry)) as scene:
@@ -399,8 +400,8 @@ class TestLeavingTheRouter:
     ("settings", "message"),
     [
         (RouterSettings(retry=RetrySettings(attempts=0)), "attempts"),
-        (RouterSettings(fresh_fraction=1.0), "fresh_fraction"),
-        (RouterSettings(fresh_fraction=-0.1), "fresh_fraction"),
+        (RouterSettings(handoff=HandoffSettings(fresh_fraction=1.0)), "fresh_fraction"),
+        (RouterSettings(handoff=HandoffSettings(fresh_fraction=-0.1)), "fresh_fraction"),
     ],
 )
 async def test_settings_that_cannot_work_are_named(settings, message):

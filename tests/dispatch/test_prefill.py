@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import trio
 
+from trio_router.dispatch.handoff import HandoffBook, HandoffSettings
+from trio_router.dispatch.legs import RequestView
 from trio_router.dispatch.prefill import PrefillLeg
 from trio_router.errors import PrefillFailed
+from trio_router.fleet.client import WorkerFacts
 from trio_router.fleet.worker import Lease, Worker, WorkerRole, WorkerSpec
-from trio_router.testing.recorder import Recorder
 from trio_router.testing.scripted import complete, handoff_params
 
 HANDOFF = complete(kv_transfer_params_json=handoff_params())
@@ -39,7 +41,10 @@ class Call:
 @pytest.fixture
 def leg() -> PrefillLeg:
     worker = Worker(WorkerSpec(url="grpc://p:1", role=WorkerRole.PREFILL), client=None)
-    return PrefillLeg(Lease(worker), attempt_id="a", observer=Recorder())
+    worker.facts = WorkerFacts(model="tiny", model_info=None, kv_connector="NixlConnector")
+    book = HandoffBook(settings=HandoffSettings(), on_end=lambda state: None)
+    view = RequestView(message=b"", client_id="c", n=1)
+    return PrefillLeg(Lease(worker), view=view, attempt_id="a", transfer_id="t", book=book)
 
 
 async def test_one_that_was_never_sent_has_nothing_more(leg):

@@ -9,6 +9,7 @@ import pytest
 import trio
 from grpclib.const import Status
 
+from trio_router.dispatch.handoff import HandoffSettings
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings, open_router
 from trio_router.engine.settings import Faults, WorkerSettings
@@ -82,10 +83,10 @@ async def test_i1_a_failed_prefill_is_tried_again_and_never_recomputed(autojump_
 async def test_i10_attempts_are_bounded_and_the_last_error_is_told(autojump_clock):
     settings = RouterSettings(retry=RetrySettings(attempts=3))
     async with open_cluster(router=settings) as cluster:
-        cluster.prefill[0].faults = Faults(refuse_admission=True)
-        with pytest.raises(WorkerRejected, match="queue is full") as caught:
+        cluster.prefill[0].faults = Faults(raise_rate=1.0)
+        with pytest.raises(WorkerRejected) as caught:
             await collect(cluster.router, cluster.request())
-        assert caught.value.status is Status.UNAVAILABLE
+        assert caught.value.status is Status.INTERNAL
         assert caught.value.leg == "prefill"
         assert cluster.prefill[0].counters.refused == 3
         assert cluster.recorder.records[0].attempts == 3
@@ -153,7 +154,7 @@ async def test_case_a9_several_samples_skip_prefill_and_share_no_handoff(autojum
 
 
 async def test_i5_a_handoff_that_grew_old_is_not_offered(autojump_clock, monkeypatch):
-    settings = RouterSettings(fresh_fraction=0.0, retry=RetrySettings(attempts=2))
+    settings = RouterSettings(handoff=HandoffSettings(fresh_fraction=0.0), retry=RetrySettings(attempts=2))
     async with open_cluster(router=settings) as cluster:
         with pytest.raises(Exception, match="too old") as caught:
             await collect(cluster.router, cluster.request())

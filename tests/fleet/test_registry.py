@@ -53,7 +53,12 @@ def worker(name: str, role: WorkerRole, model: str | None = "tiny", *, ready: bo
 
 
 def registry_of(*workers: Worker, observer: Observer | None = None) -> Registry:
-    return Registry(workers, policies={role: RoundRobin() for role in WorkerRole}, observer=observer or Observer())
+    return Registry(
+        workers,
+        policies={role: RoundRobin() for role in WorkerRole},
+        observer=observer or Observer(),
+        clock=lambda: 0.0,
+    )
 
 
 class TestTaking:

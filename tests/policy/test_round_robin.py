@@ -35,6 +35,15 @@ def test_a_worker_that_failed_the_request_is_avoided_while_there_is_another(fail
     assert all(failed) or not failed[choice]
 
 
+def test_a_retry_takes_no_turn_of_a_first_try():
+    """Not even of a worker that has not failed: the one before it would get its turn back each time."""
+    policy = RoundRobin()
+    for _ in range(10):
+        first = policy.pick(candidates(False, False, False))
+        policy.pick([each for i, each in enumerate(candidates(False, False, False)) if i != first], retry=True)
+    assert [policy.pick(candidates(False, False, False)) for _ in range(3)] == [1, 2, 0]
+
+
 def test_two_models_whose_requests_alternate_each_use_all_their_workers():
     policy = RoundRobin()
     models = {name: [Candidate(worker=f"{name}{i}", load=0) for i in range(2)] for name in ("a", "b")}

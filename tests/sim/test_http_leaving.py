@@ -106,7 +106,7 @@ async def test_case_c4_a_client_that_hangs_up_leaves_nothing_in_any_phase_or_mod
 async def test_a_client_that_hangs_up_while_waiting_for_a_worker_is_noticed(autojump_clock):
     async with open_front() as (cluster, address):
         for worker in cluster.workers:
-            worker.faults = Faults(refuse_admission=True)
+            worker.faults = Faults(raise_rate=1.0)
         client = await cluster.network.dial(address)
         client.send_nowait(chat(stream=True))
         await trio.sleep(0.06)  # the first attempt has failed, the second waits for its turn

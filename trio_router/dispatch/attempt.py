@@ -11,13 +11,15 @@ from typing import Final
 
 import trio
 
-from ..fleet.worker import Lease
+from ..errors import HandoffMissing, Unsupported
+from ..fleet.registry import Registry
+from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
-from .connectors import prefill_params
+from .connectors import Connector
 from .decode import ALONE, PAIRED, DecodeLeg
-from .handoff import Handoff
+from .handoff import Handoff, HandoffBook, OnMissingHandoff
 from .janitor import Janitor
-from .legs import RequestView, decode_leg, plain_leg, prefill_leg
+from .legs import RequestView, decode_leg, plain_leg
 from .prefill import PrefillLeg
 from .stream import GenerateStream
 from .timeline import Timeline
@@ -51,12 +53,14 @@ class Attempt:
         view: RequestView,
         *,
         attempt_id: str,
+        transfer_id: str,
         decode: Lease,
         prefill: Lease | None,
+        registry: Registry,
         janitor: Janitor,
+        book: HandoffBook,
         observer: Observer,
         timeline: Timeline,
-        fresh_fraction: float,
     ) -> None:
         self.state = AttemptState.RESERVED
         self.attempt_id = attempt_id
@@ -64,12 +68,15 @@ class Attempt:
         self.blamed = (prefill or decode).worker
         """The worker whose leg is under way, or failed."""
         self.decode = DecodeLeg(decode, attempt_id=attempt_id, name=PAIRED if prefill else ALONE)
-        self._prefill = PrefillLeg(prefill, attempt_id=attempt_id, observer=observer) if prefill else None
+        self._prefill: PrefillLeg | None = None
+        if prefill is not None:
+            self._prefill = PrefillLeg(prefill, view=view, attempt_id=attempt_id, transfer_id=transfer_id, book=book)
         self._view = view
+        self._registry = registry
         self._janitor = janitor
+        self._settings = book.settings
         self._observer = observer
         self._timeline = timeline
-        self._fresh_fraction = fresh_fraction
 
     def __repr__(self) -> str:
         legs = f"{self._prefill.worker.name} then " if self._prefill else ""
@@ -81,13 +88,21 @@ class Attempt:
         Raises a RouterError that says what went wrong; `blamed` is the worker to avoid then.
         """
         self._timeline.decode_worker = self.decode.worker.name
-        if self._prefill is None:
-            message = plain_leg(self._view, attempt_id=self.attempt_id)
-        else:
+        if self._prefill is not None:
             await self._run_prefill(self._prefill)
-            kv_params = self.handoff.params.text if self.handoff else None
-            message = decode_leg(self._view, attempt_id=self.attempt_id, kv_params=kv_params)
-        await self._run_decode(message)
+        await self._run_decode(self._decode_message())
+
+    def _decode_message(self) -> bytes:
+        worker = self.decode.worker
+        if worker.spec.role is WorkerRole.PLAIN:
+            return plain_leg(self._view, attempt_id=self.attempt_id, rank=worker.rank)
+        return decode_leg(
+            self._view,
+            attempt_id=self.attempt_id,
+            kv_params=self.handoff.params.text if self.handoff else None,
+            address=self._prefill.plan.address if self._prefill else None,
+            rank=worker.rank,
+        )
 
     def stream(self, *, request_id: str) -> GenerateStream:
         """What the caller gets, once `first_frame` has returned."""
@@ -98,15 +113,21 @@ class Attempt:
             timeline=self._timeline,
             choices=self._view.n,
             leg=self.decode.name,
+            on_fault=lambda: self._registry.note_failure(self.decode.worker),
         )
 
     async def _run_prefill(self, leg: PrefillLeg) -> None:
+        if leg.plan.connector is Connector.MORIIO:
+            raise Unsupported(
+                f"prefill worker {leg.worker.name} uses MoRIIOConnector, which needs both legs at one time and cannot"
+                " be had over gRPC: start the workers with another KV connector",
+                code="moriio_grpc_pd_unsupported",
+            )
         timeline = self._timeline
         timeline.prefill_worker = leg.worker.name
         timeline.prefill_started_at = trio.current_time()
-        asked = prefill_params(leg.connector)
         self.state = AttemptState.PREFILLING
-        await leg.run(prefill_leg(self._view, attempt_id=self.attempt_id, kv_params=asked))
+        await leg.run()
         # No checkpoint from the last frame to here, nor from here to `self.handoff`: there is an owner at every
         # moment (I2).
         self.state = AttemptState.HARVESTED
@@ -115,14 +136,24 @@ class Attempt:
         self.handoff = leg.handoff
         timeline.prompt_tokens, timeline.cached_tokens = found.prompt_tokens, found.cached_tokens
         leg.leave()
-        if asked is not None and self.handoff is None:
+        if self.handoff is None:
+            self._go_without(leg)
+        self._registry.note_success(leg.worker)
+
+    def _go_without(self, leg: PrefillLeg) -> None:
+        if leg.plan.asks is not None:
             self._observer.handoff_missing(worker=leg.worker.name)
+        if leg.plan.wants_handoff and self._settings.on_missing is OnMissingHandoff.FAIL:
+            raise HandoffMissing(
+                f"prefill worker {leg.worker.name} ({leg.plan.connector}) handed nothing over, and --on-missing-handoff"
+                " fail wants no prompt computed twice"
+            )
 
     async def _run_decode(self, message: bytes) -> None:
         leg, timeline = self.decode, self._timeline
         self.blamed = leg.worker
         timeline.decode_started_at = trio.current_time()
-        await leg.send(message, handoff=self.handoff, fresh_fraction=self._fresh_fraction)
+        await leg.send(message, handoff=self.handoff, fresh_fraction=self._settings.fresh_fraction)
         self.state = AttemptState.DISPATCHED
         self._report_dispatch()
         try:
@@ -131,12 +162,15 @@ class Attempt:
             self.state = AttemptState.FAILED
             raise
         self.state = AttemptState.STREAMING
+        self._registry.note_success(leg.worker)
         timeline.first_frame_at = trio.current_time()
 
     def _report_dispatch(self) -> None:
         started, ended = self._timeline.prefill_started_at, self._timeline.prefill_ended_at
         if self._prefill is not None and started is not None and ended is not None:
-            self._observer.pair_dispatched(connector=self._prefill.connector.value, prefill_seconds=ended - started)
+            self._observer.pair_dispatched(
+                connector=self._prefill.plan.connector.value, prefill_seconds=ended - started
+            )
 
     # Leaving
 

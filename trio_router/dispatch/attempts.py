@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import trio
 
-from ..errors import RouterError
+from ..errors import RouterError, WorkerBusy, WorkerUnavailable
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
+from ..policy.retry_budget import RetryBudget
 from .attempt import Attempt
-from .failures import retryable
+from .connectors import Connector, connector_of
+from .failures import Verdict, judge, shed
+from .handoff import HandoffBook, OnEmptyPrefill
 from .janitor import Janitor
 from .legs import RequestView
 from .live import LiveRequest
@@ -20,80 +23,124 @@ from .stream import GenerateStream
 
 
 class Attempts:
-    """Makes attempts for any number of requests. `new_id` and `chance` (uniform in [0, 1)) are its randomness;
-    `fresh_fraction` is the share of its lease up to which a handoff may be offered.
-    """
+    """Makes attempts for any number of requests. `new_id` and `chance` (uniform in [0, 1)) are its randomness."""
 
     def __init__(
         self,
         registry: Registry,
         *,
         janitor: Janitor,
+        book: HandoffBook,
         observer: Observer,
         retry: RetrySettings,
-        fresh_fraction: float,
         new_id: Callable[[], str],
         chance: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._janitor = janitor
+        self._book = book
         self._observer = observer
         self._retry = retry
-        self._fresh_fraction = fresh_fraction
+        self._budget = RetryBudget(share=retry.budget_share, floor=retry.budget_floor)
         self._new_id = new_id
         self._chance = chance
 
     async def first_frame(self, live: LiveRequest, view: RequestView, *, model: str | None) -> GenerateStream:
         """Try until a first frame is here; the attempt that has it, or is under way, is in `live`.
 
-        Raises the last attempt's error; BadRequest, ModelNotFound or WorkerUnavailable when there is nobody to try.
+        A worker that is busy is left for another at once, each one no more than once; after a failure comes a pause.
+        Raises the last attempt's error; WorkerBusy when nobody has room; BadRequest, ModelNotFound or WorkerUnavailable
+        when there is nobody to try.
         """
-        settings = self._retry
-        failed = live.timeline.workers_tried
-        for failures in range(1, settings.attempts + 1):
-            attempt = live.attempt = self._reserve(live, view, model=model)
+        failures = 0
+        busy: set[str] = set()
+        self._budget.note_request()
+        while True:
+            attempt = live.attempt = self._reserve(live, view, model=model, busy=busy)
             try:
                 await attempt.first_frame()
             except RouterError as exc:
                 attempt.leave()
-                goes_on = retryable(exc) and failures < settings.attempts
-                blamed = attempt.blamed
-                self._observer.attempt_failed(
-                    worker=blamed.name, role=blamed.spec.role.value, code=exc.error_code, will_retry=goes_on
-                )
-                failed.append(blamed.name)
-                if not goes_on:
+                verdict = judge(exc)
+                failures += verdict is Verdict.FAILED
+                if not self._goes_on(attempt, exc, verdict, failures=failures, busy=busy):
+                    if isinstance(exc, WorkerBusy):
+                        raise shed(exc, retry_after=self._retry.busy_retry_after) from exc
                     raise
+                live.timeline.workers_tried.append(attempt.blamed.name)
             else:
                 return attempt.stream(request_id=live.client_id)
-            await trio.sleep(backoff(settings, failures=failures, chance=self._chance()))
-        raise AssertionError("unreachable: the last attempt raises")
+            if verdict is Verdict.FAILED:
+                await trio.sleep(backoff(self._retry, failures=failures, chance=self._chance()))
 
-    def _reserve(self, live: LiveRequest, view: RequestView, *, model: str | None) -> Attempt:
+    def _goes_on(
+        self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, busy: set[str]
+    ) -> bool:
+        """Charge a failed attempt, and tell whether there is to be another."""
+        blamed = attempt.blamed
+        goes_on = False
+        if verdict is Verdict.BUSY:
+            busy.add(blamed.name)
+            goes_on = self._registry.has_room_beside(blamed, busy=busy)
+        elif verdict is Verdict.FAILED:
+            self._registry.note_failure(blamed)
+            goes_on = failures < self._retry.attempts and self._budget.take(trio.current_time())
+        else:
+            self._registry.note_success(blamed)
+        self._observer.attempt_failed(
+            worker=blamed.name, role=blamed.spec.role.value, code=error.error_code, will_retry=goes_on
+        )
+        return goes_on
+
+    def _reserve(self, live: LiveRequest, view: RequestView, *, model: str | None, busy: set[str]) -> Attempt:
         """Choose workers and reserve their slots; the decode slot is held before prefill begins (I5)."""
         timeline = live.timeline
         failed = timeline.workers_tried
         timeline.forget_attempt()
+        role = WorkerRole.DECODE if self._registry.disaggregated else WorkerRole.PLAIN
+        decode = self._registry.take(role, model=model, failed=failed, busy=busy)
         prefill: Lease | None = None
-        if self._registry.disaggregated:
-            decode = self._registry.take(WorkerRole.DECODE, model=model, failed=failed)
-            # A handoff has one consumer: several samples would free the blocks under each other, so they recompute.
-            if view.n <= 1:
-                try:
-                    prefill = self._registry.take(WorkerRole.PREFILL, model=model, failed=failed)
-                except RouterError:
-                    decode.release()
-                    raise
-        else:
-            decode = self._registry.take(WorkerRole.PLAIN, model=model, failed=failed)
+        if role is WorkerRole.DECODE:
+            try:
+                prefill = self._reserve_prefill(view, model=model, failed=failed, busy=busy)
+            except RouterError:
+                decode.release()
+                raise
         timeline.attempts += 1
         return Attempt(
             view,
             attempt_id=f"{live.client_id}-{self._new_id()}",
+            transfer_id=f"xfer-{self._new_id()}",
             decode=decode,
             prefill=prefill,
+            registry=self._registry,
             janitor=self._janitor,
+            book=self._book,
             observer=self._observer,
             timeline=timeline,
-            fresh_fraction=self._fresh_fraction,
         )
+
+    def _reserve_prefill(
+        self, view: RequestView, *, model: str | None, failed: list[str], busy: set[str]
+    ) -> Lease | None:
+        """The slot of the prefill leg; None for a request that a decode worker is to serve whole."""
+        if view.n > 1 and not self._shares_a_store():
+            # A handoff has one consumer: several samples would free the blocks under each other, so they recompute.
+            self._observer.prefill_skipped(reason="several_samples")
+            return None
+        try:
+            return self._registry.take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
+        except WorkerUnavailable:
+            if self._book.settings.on_empty_prefill is OnEmptyPrefill.FAIL:
+                raise
+            self._observer.prefill_skipped(reason="empty_prefill_pool")
+            return None
+
+    def _shares_a_store(self) -> bool:
+        """Whether all prefill workers that are ready write to a store, from which several samples may read."""
+        ready = [
+            worker.facts
+            for worker in self._registry.workers
+            if worker.spec.role is WorkerRole.PREFILL and worker.ready and worker.facts is not None
+        ]
+        return bool(ready) and all(connector_of(facts.kv_connector) is Connector.STORE for facts in ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum, auto, unique
 from typing import Final
 
 from grpclib.const import Status
@@ -10,10 +11,12 @@ from grpclib.const import Status
 from ..errors import (
     DecodeFailed,
     HandoffInvalid,
+    HandoffMissing,
     LinkError,
     PrefillFailed,
     RouterError,
     TooLarge,
+    WorkerBusy,
     WorkerRejected,
     WorkerUnavailable,
 )
@@ -31,8 +34,24 @@ _STREAM_CODES: Final = {
     "worker": "worker_stream_failed",
 }
 
-# Statuses that speak of the worker's moment and not of the request: elsewhere, or later, it may work.
-_RETRYABLE: Final = frozenset(
+
+@unique
+class Verdict(Enum):
+    """What a failed attempt says of the worker it failed at."""
+
+    REFUSED = auto()
+    """The request cannot work anywhere. The worker is well."""
+    BUSY = auto()
+    """The worker is well and has no room: another may have some, and there is nothing to wait for before asking it."""
+    FAILED = auto()
+    """The worker, or the way to it, is at fault; elsewhere or later it may work."""
+
+
+# Of a worker's own words before its first frame: its queues are full (vLLM's admission control, a media back end), or
+# it is being shut down. Broken connections come with the same status, and from this side of them.
+_BUSY: Final = frozenset({Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED})
+# Statuses that speak of the worker's moment and not of the request.
+_FAILED: Final = frozenset(
     {
         Status.UNAVAILABLE,
         Status.RESOURCE_EXHAUSTED,
@@ -64,7 +83,9 @@ def leg_error(exc: RpcError | LinkError, *, leg: str, worker: str, started: bool
         # A limit of this side's. Whoever computes the answer again, it becomes no smaller.
         return TooLarge(f"{leg} worker {worker}: {exc.message}", code="response_too_large")
     message = exc.message or f"{leg} worker {worker} gave no reason"
-    return WorkerRejected(message, status=exc.status, leg=leg, details=exc.details, code=code)
+    busy = exc.origin is Origin.PEER and exc.status in _BUSY and not started
+    kind = WorkerBusy if busy else WorkerRejected
+    return kind(message, status=exc.status, leg=leg, details=exc.details, code=code)
 
 
 def is_too_large(exc: RpcError) -> bool:
@@ -83,8 +104,24 @@ def may_have_run(exc: RpcError | LinkError) -> bool:
     return isinstance(exc, RpcError) and exc.origin in (Origin.TRANSPORT, Origin.LOCAL)
 
 
-def retryable(error: RouterError) -> bool:
-    """Whether another attempt, on other workers where there are any, may succeed where this one failed."""
+def judge(error: RouterError) -> Verdict:
+    """What an attempt that ended so says of the worker whose leg it was."""
+    if isinstance(error, WorkerBusy):
+        return Verdict.BUSY
     if isinstance(error, WorkerRejected):
-        return error.status in _RETRYABLE
-    return isinstance(error, (WorkerUnavailable, PrefillFailed, DecodeFailed, HandoffInvalid))
+        return Verdict.FAILED if error.status in _FAILED else Verdict.REFUSED
+    failed = isinstance(error, (WorkerUnavailable, PrefillFailed, DecodeFailed, HandoffInvalid, HandoffMissing))
+    return Verdict.FAILED if failed else Verdict.REFUSED
+
+
+def shed(error: WorkerBusy, *, retry_after: float) -> WorkerBusy:
+    """What the client is told when every worker is busy: the last one's status, and when to come back."""
+    told = WorkerBusy(
+        f"no {error.leg} worker has room for it now; the last one said: {error.message}",
+        status=error.status,
+        leg=error.leg,
+        details=error.details,
+        code="worker_overload_protection_shed",
+    )
+    told.retry_after = retry_after
+    return told

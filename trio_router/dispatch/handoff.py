@@ -6,15 +6,16 @@ released, lapsed or refused as invalid; each end is told once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum, unique
 from typing import Final
 
-from ..errors import DecodeError, PrefillFailed
+from ..errors import ConfigError, DecodeError, PrefillFailed
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse, MediaIdentity
 from ..protocol.wire import is_complete
+from .connectors import Connector
 from .kvparams import KvParams
 
 FAILED_ENDINGS: Final = frozenset({"abort", "error"})
@@ -84,6 +85,53 @@ def harvest(answer: PrefillAnswer) -> Harvest:
 
 
 @unique
+class OnMissingHandoff(StrEnum):
+    """What becomes of a pair whose prefill leg ended well and handed nothing over."""
+
+    RECOMPUTE = "recompute"
+    """The decode worker computes the prompt again; counted, with a warning."""
+    FAIL = "fail"
+    """The attempt has failed."""
+
+
+@unique
+class OnEmptyPrefill(StrEnum):
+    """What becomes of a request when no prefill worker is ready."""
+
+    FAIL = "fail"
+    DECODE_LOCAL = "decode-local"
+    """A decode worker serves it whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSettings:
+    """Leases in seconds: how long a prefill worker of that connector holds what nobody has fetched (vLLM's defaults;
+    set them to what the workers were started with). A handoff is offered while its age is below `fresh_fraction` of its
+    lease.
+    """
+
+    fresh_fraction: float = 0.7
+    nixl_lease: float = 30.0
+    mooncake_lease: float = 480.0
+    on_missing: OnMissingHandoff = OnMissingHandoff.RECOMPUTE
+    on_empty_prefill: OnEmptyPrefill = OnEmptyPrefill.FAIL
+
+    def lease(self, connector: Connector) -> float:
+        """The lease of a handoff of this connector. One that nobody knows is taken for the shortest there is."""
+        return self.mooncake_lease if connector is Connector.MOONCAKE else self.nixl_lease
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the setting."""
+        if not 0 <= self.fresh_fraction < 1:
+            raise ConfigError(
+                f"handoff.fresh_fraction is a share of the lease, from 0 to below 1, not {self.fresh_fraction}"
+            )
+        for name in ("nixl_lease", "mooncake_lease"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"handoff.{name} is in seconds and above 0, not {getattr(self, name)}")
+
+
+@unique
 class HandoffState(StrEnum):
     """Where a handoff is in its life."""
 
@@ -109,21 +157,25 @@ _TRANSITIONS: Final[dict[HandoffState, frozenset[HandoffState]]] = {
 class Handoff:
     """KV params with their life cycle. `issued_at` and all times are seconds on one clock; `lease` is in seconds.
 
-    `on_end` is called with the state that ends it, once.
+    `on_end` is called with it, once, when it has come to an end.
     """
 
-    __slots__ = ("_on_end", "issued_at", "lease", "params", "prefill_worker", "state")
+    __slots__ = ("_on_end", "attempt_id", "connector", "issued_at", "lease", "params", "prefill_worker", "state")
 
     def __init__(
         self,
         params: KvParams,
         *,
+        attempt_id: str,
+        connector: Connector,
         prefill_worker: str,
         issued_at: float,
         lease: float,
-        on_end: Callable[[HandoffState], None],
+        on_end: Callable[[Handoff], None],
     ) -> None:
         self.params = params
+        self.attempt_id = attempt_id
+        self.connector = connector
         self.prefill_worker = prefill_worker
         self.issued_at = issued_at
         self.lease = lease
@@ -151,7 +203,7 @@ class Handoff:
             raise RuntimeError(f"{state} is no end of a handoff ({self!r})")
         if not self.ended:
             self._move(state)
-            self._on_end(state)
+            self._on_end(self)
 
     def is_fresh(self, now: float, *, fraction: float) -> bool:
         """Whether its age is still under `fraction` of its lease (I5)."""
@@ -161,3 +213,67 @@ class Handoff:
         if target not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"a handoff cannot go from {self.state} to {target} ({self!r})")
         self.state = target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveHandoff:
+    """A handoff that has not ended, for an operator. Seconds; `left` is what remains of its lease."""
+
+    attempt_id: str
+    prefill_worker: str
+    connector: str
+    state: str
+    age: float
+    left: float
+
+
+class HandoffBook:
+    """Every handoff that has not ended. `on_end` is told of each that does."""
+
+    def __init__(self, *, settings: HandoffSettings, on_end: Callable[[HandoffState], None]) -> None:
+        self.settings = settings
+        self._on_end = on_end
+        self._live: dict[Handoff, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<HandoffBook {list(self._live)}>"
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Handoff]:
+        return iter(tuple(self._live))
+
+    def issue(
+        self, params: KvParams, *, attempt_id: str, connector: Connector, prefill_worker: str, now: float
+    ) -> Handoff:
+        """A prefill leg has handed these over."""
+        handoff = Handoff(
+            params,
+            attempt_id=attempt_id,
+            connector=connector,
+            prefill_worker=prefill_worker,
+            issued_at=now,
+            lease=self.settings.lease(connector),
+            on_end=self._ended,
+        )
+        self._live[handoff] = None
+        return handoff
+
+    def _ended(self, handoff: Handoff) -> None:
+        del self._live[handoff]
+        self._on_end(handoff.state)
+
+    def live(self, *, now: float) -> list[LiveHandoff]:
+        """What there is, oldest first."""
+        return [
+            LiveHandoff(
+                attempt_id=handoff.attempt_id,
+                prefill_worker=handoff.prefill_worker,
+                connector=handoff.connector.value,
+                state=handoff.state.value,
+                age=now - handoff.issued_at,
+                left=handoff.issued_at + handoff.lease - now,
+            )
+            for handoff in self._live
+        ]

@@ -17,6 +17,7 @@ REQUEST_ID: Final = (1,)
 STREAM: Final = (5,)
 KV_PARAMS_TYPED: Final = (6,)
 KV_PARAMS_JSON: Final = (8,)
+RANK: Final = (9,)
 _SAMPLING: Final = 4
 MAX_TOKENS: Final = (_SAMPLING, 8)
 MIN_TOKENS: Final = (_SAMPLING, 9)
@@ -34,6 +35,8 @@ class RequestView:
     message: bytes
     client_id: str
     n: int
+    rank: int | None = None
+    """The data-parallel rank that the client asks for."""
 
 
 def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
@@ -44,10 +47,19 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
         message=message,
         client_id=get_string(message, REQUEST_ID) or "",
         n=choices(message),
+        rank=get_varint(message, RANK),
     )
-    if disaggregated and get_varint(message, PROMPT_LOGPROBS) is not None:
-        raise BadRequest("prompt_logprobs is not available behind a prefill/decode pair: leave it out")
+    if disaggregated:
+        _check_pair(message)
     return view
+
+
+def _check_pair(message: bytes) -> None:
+    if get_varint(message, PROMPT_LOGPROBS) is not None:
+        raise BadRequest("prompt_logprobs is not available behind a prefill/decode pair: leave it out")
+    if get_varint(message, MAX_TOKENS) == 0:
+        # The prefill leg, which is always for one token, would be computed before a decode worker refuses it.
+        raise BadRequest("max_tokens is 0, and a request must generate at least 1 token: raise it, or leave it out")
 
 
 def client_streams(message: bytes) -> bool:
@@ -60,12 +72,13 @@ def choices(message: bytes) -> int:
     return get_varint(message, N) or 1
 
 
-def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) -> bytes:
+def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None, rank: int | None = None) -> bytes:
     """The prefill leg: one token, no stop condition, no stream.
 
     A push connector keeps the prefill's blocks only when the request ended by its length cap, and a pull connector
     hands nothing over from an aborted one; any stop string, stop id, minimum or end-of-sequence token could end it
-    otherwise. Everything else of the sampling parameters stays, since the first token is sampled with them.
+    otherwise. Everything else of the sampling parameters stays, since the first token is sampled with them. `rank` pins
+    the leg to a data-parallel rank; None leaves the client's own choice.
     """
     return edit(
         view.message,
@@ -80,28 +93,48 @@ def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) ->
             STOP_TOKEN_IDS: None,
             IGNORE_EOS: field_varint(14, 1),
             N: field_varint(15, 1),
+            **_pinned(rank),
         },
     )
 
 
-def decode_leg(view: RequestView, *, attempt_id: str, kv_params: str | None) -> bytes:
+def decode_leg(
+    view: RequestView,
+    *,
+    attempt_id: str,
+    kv_params: str | None,
+    address: tuple[str, int] | None = None,
+    rank: int | None = None,
+) -> bytes:
     """The decode leg: the client's request with the handoff on it. Always streamed, so that a first frame exists
-    (I4).
+    (I4). `address` is the typed host and port of an older push connector; `rank` as for the prefill leg.
     """
     return edit(
         view.message,
         {
             REQUEST_ID: field_bytes(1, attempt_id.encode()),
             STREAM: field_varint(5, 1),
-            KV_PARAMS_TYPED: None,
+            KV_PARAMS_TYPED: None if address is None else field_bytes(6, _typed(*address)),
             KV_PARAMS_JSON: None if kv_params is None else field_bytes(8, kv_params.encode()),
+            **_pinned(rank),
         },
     )
 
 
-def plain_leg(view: RequestView, *, attempt_id: str) -> bytes:
-    """The only leg of a request that one worker serves whole."""
-    return edit(view.message, {REQUEST_ID: field_bytes(1, attempt_id.encode()), STREAM: field_varint(5, 1)})
+def plain_leg(view: RequestView, *, attempt_id: str, rank: int | None = None) -> bytes:
+    """The only leg of a request that a plain worker serves whole. It has no KV of anybody's to be told of."""
+    return edit(
+        view.message,
+        {REQUEST_ID: field_bytes(1, attempt_id.encode()), STREAM: field_varint(5, 1), **_pinned(rank)},
+    )
+
+
+def _pinned(rank: int | None) -> dict[tuple[int, ...], bytes | None]:
+    return {} if rank is None else {RANK: field_varint(9, rank)}
+
+
+def _typed(host: str, port: int) -> bytes:
+    return field_bytes(1, host.encode()) + field_varint(2, port)
 
 
 def release_leg(view: RequestView, *, attempt_id: str, kv_params: str) -> bytes:

@@ -11,14 +11,14 @@ from typing import Final
 import trio
 
 from ..errors import HandoffInvalid, LinkError
-from ..fleet.worker import Lease
-from ..observe.hooks import Observer
+from ..fleet.worker import Lease, Worker
 from ..rpc.call import ClientCall
 from ..rpc.metadata import RpcError
-from .connectors import Connector, connector_of, lease_seconds
+from .connectors import Connector, Plan, PrefillSide, connector_of, plan_legs
 from .failures import leg_error
-from .handoff import Handoff, HandoffState, Harvest, PrefillAnswer, harvest
-from .kvparams import read_params
+from .handoff import Handoff, HandoffBook, HandoffState, Harvest, PrefillAnswer, harvest
+from .kvparams import KvParams, read_params
+from .legs import RequestView, prefill_leg
 
 _log: Final = logging.getLogger(__name__)
 
@@ -26,25 +26,20 @@ _log: Final = logging.getLogger(__name__)
 class PrefillLeg:
     """One prefill leg, from its lease on. What it was told of its worker stays as it was when the leg began."""
 
-    def __init__(self, lease: Lease, *, attempt_id: str, observer: Observer) -> None:
+    def __init__(
+        self, lease: Lease, *, view: RequestView, attempt_id: str, transfer_id: str, book: HandoffBook
+    ) -> None:
         self.worker = lease.worker
         self.attempt_id = attempt_id
         self.call: ClientCall | None = None
         self.handoff: Handoff | None = None
-        facts = lease.worker.facts
-        self.connector = connector_of(facts.kv_connector if facts else "")
-        self._block_size = facts.block_size if facts else 0
+        self.plan = plan_legs(side_of(lease.worker, rank=view.rank), transfer_id=transfer_id)
+        self._view = view
+        self._block_size = lease.worker.facts.block_size if lease.worker.facts else 0
         self._lease = lease
-        self._observer = observer
+        self._book = book
         self._answer = PrefillAnswer()
-        if self.connector is Connector.PASSTHROUGH and lease.worker.first_time("connector"):
-            name = facts.kv_connector if facts else ""
-            _log.warning(
-                "prefill worker %s has KV connector %r, which is not known here: it is asked for no handoff, and decode"
-                " workers compute prompts again unless it returns one unasked",
-                lease.worker.name,
-                name,
-            )
+        _warn_of(self.plan, lease.worker)
 
     def __repr__(self) -> str:
         return f"<PrefillLeg {self.attempt_id} on {self.worker.name}: {self.call!r}>"
@@ -58,8 +53,9 @@ class PrefillLeg:
         self._take_arrived(call)
         return not call.ended or self._answer.frames > 0
 
-    async def run(self, message: bytes) -> None:
+    async def run(self) -> None:
         """Send the request and read the answer to its end. Raises WorkerRejected, WorkerUnavailable."""
+        message = prefill_leg(self._view, attempt_id=self.attempt_id, kv_params=self.plan.asks, rank=self.worker.rank)
         try:
             self.call = await self.worker.client.generate(message)
             await self._read(self.call)
@@ -97,17 +93,23 @@ class PrefillLeg:
             _log.warning(
                 "%s: the prefill leg sent %d complete frames; the last counts", self.attempt_id, found.completes
             )
-        params = None if found.kv_params is None else read_params(found.kv_params)
+        text = self.plan.handed_over(found.kv_params, finish_reason=found.finish_reason)
+        params = None if text is None else read_params(text)
         if params is None or not params.hand_over:
             return found
-        handoff = self.handoff = Handoff(
+        self.handoff = self._book.issue(
             params,
+            attempt_id=self.attempt_id,
+            connector=self.plan.connector,
             prefill_worker=self.worker.name,
-            issued_at=trio.current_time(),
-            lease=lease_seconds(self.connector),
-            on_end=lambda state: self._observer.handoff_ended(outcome=state.value),
+            now=trio.current_time(),
         )
-        reason = params.fault(prompt_tokens=found.prompt_tokens, block_size=self._block_size)
+        if self.plan.relays:
+            self._check(params, self.handoff, prompt_tokens=found.prompt_tokens)
+        return found
+
+    def _check(self, params: KvParams, handoff: Handoff, *, prompt_tokens: int) -> None:
+        reason = params.fault(prompt_tokens=prompt_tokens, block_size=self._block_size)
         if reason is not None:
             # Not to be released either: the notice would carry the same params to an engine.
             handoff.end(HandoffState.INVALID)
@@ -117,10 +119,40 @@ class PrefillLeg:
                 "prefill worker %s returns handoffs of an older or foreign shape; they are relayed unchecked",
                 self.worker.name,
             )
-        return found
 
     def leave(self) -> None:
         """Return the slot and reset the call if it has not ended. Synchronous, idempotent."""
         if self.call is not None:
             self.call.cancel()
         self._lease.release()
+
+
+def side_of(worker: Worker, *, rank: int | None) -> PrefillSide:
+    """What the plan of a prefill leg depends on. `rank` is the client's choice, for a worker that is not pinned."""
+    facts, spec = worker.facts, worker.spec
+    return PrefillSide(
+        connector=connector_of(facts.kv_connector if facts else ""),
+        engine_id=facts.kv_engine_id if facts else "",
+        dp_size=facts.data_parallel_size if facts else 0,
+        rank=rank if worker.rank is None else worker.rank,
+        host=spec.host,
+        bootstrap_port=spec.bootstrap_port,
+    )
+
+
+def _warn_of(plan: Plan, worker: Worker) -> None:
+    """What an operator should know of a plan that hands nothing over, once a worker."""
+    if plan.connector is Connector.PASSTHROUGH and worker.first_time("connector"):
+        name = worker.facts.kv_connector if worker.facts else ""
+        _log.warning(
+            "prefill worker %s has KV connector %r, which is not known here: it is asked for no handoff, and decode"
+            " workers compute prompts again unless it returns one unasked",
+            worker.name,
+            name,
+        )
+    if plan.address is not None and worker.first_time("engine id"):
+        _log.warning(
+            "prefill worker %s does not say which engine a transfer must name (no kv_engine_id, or several"
+            " data-parallel ranks and none pinned: give its URL with @rank): decode workers compute prompts again",
+            worker.name,
+        )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrySettings:
-    """`attempts` counts the first try. Backoff in seconds, before jitter; the field's gateways use the same
-    defaults.
+    """`attempts` counts the first try; moving on from a worker that is busy is not counted. Backoff in seconds, before
+    jitter; the field's gateways use the same defaults.
+
+    All requests together may make `budget_share` retries a request, and `budget_floor` a second besides. When every
+    worker of a leg is busy the client is asked to come back after `busy_retry_after` seconds.
     """
 
     attempts: int = 5
@@ -16,6 +21,17 @@ class RetrySettings:
     multiplier: float = 1.5
     max_backoff: float = 30.0
     jitter: float = 0.2
+    budget_share: float = 0.2
+    budget_floor: float = 10.0
+    busy_retry_after: float = 1.0
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the setting."""
+        if self.attempts < 1:
+            raise ConfigError(f"retry.attempts counts the first try and must be at least 1, not {self.attempts}")
+        for name in ("budget_share", "budget_floor"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"retry.{name} must not be negative, and is {getattr(self, name)}")
 
 
 def backoff(settings: RetrySettings, *, failures: int, chance: float) -> float:

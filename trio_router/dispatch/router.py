@@ -19,6 +19,7 @@ from ..fleet.client import WorkerClient
 from ..fleet.registry import ProbeSettings, Registry
 from ..fleet.worker import Worker, WorkerRole, WorkerSpec
 from ..observe.hooks import Observer, Outcome
+from ..policy.breaker import BreakerSettings
 from ..policy.round_robin import RoundRobin
 from ..protocol.codec import decode, encode
 from ..protocol.messages import GenerateRequest, GenerateResponse
@@ -28,6 +29,7 @@ from ..rpc.tls import ClientTls
 from ..rpc.transport import Dialer
 from ..scopes import plain_errors
 from .attempts import Attempts
+from .handoff import HandoffBook, HandoffSettings, OnEmptyPrefill
 from .janitor import Janitor, JanitorSettings
 from .legs import parse_request
 from .live import LiveRequest
@@ -42,24 +44,24 @@ _log: Final = logging.getLogger(__name__)
 class RouterSettings:
     """Everything `open_router` needs. Times are seconds.
 
-    `workers` are either prefill and decode workers, or plain ones. `fresh_fraction` is the share of its lease up to
-    which a handoff may still be offered. `channel.tls` is for the workers whose URL asks for TLS, and for no other.
+    `workers` are either prefill and decode workers, or plain ones. `channel.tls` is for the workers whose URL asks for
+    TLS, and for no other.
     """
 
     workers: tuple[WorkerSpec, ...] = ()
     request_timeout: float = 1800.0
-    fresh_fraction: float = 0.7
+    handoff: HandoffSettings = field(default_factory=HandoffSettings)
     retry: RetrySettings = field(default_factory=RetrySettings)
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
     janitor: JanitorSettings = field(default_factory=JanitorSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     channel: ChannelSettings = field(default_factory=ChannelSettings)
 
     def validate(self) -> None:
         """Raise ConfigError, naming the setting, for a fleet that could never serve a request."""
-        if self.retry.attempts < 1:
-            raise ConfigError(f"retry.attempts counts the first try and must be at least 1, not {self.retry.attempts}")
-        if not 0 <= self.fresh_fraction < 1:
-            raise ConfigError(f"fresh_fraction is a share of the lease, from 0 to below 1, not {self.fresh_fraction}")
+        self.retry.validate()
+        self.handoff.validate()
+        self.breaker.validate()
         roles = {spec.role for spec in self.workers}
         if not roles:
             raise ConfigError("no workers: give --prefill and --decode URLs, or --worker-urls")
@@ -68,7 +70,7 @@ class RouterSettings:
         if len(roles) == 1 and WorkerRole.PLAIN not in roles:
             given = next(iter(roles)).value
             raise ConfigError(f"only {given} workers are configured: a pair needs --prefill and --decode")
-        urls = [spec.address for spec in self.workers]
+        urls = [spec.name for spec in self.workers]
         twice = next((url for url in urls if urls.count(url) > 1), None)
         if twice is not None:
             raise ConfigError(f"worker {twice} is configured twice")
@@ -91,12 +93,14 @@ class Router:
         *,
         registry: Registry,
         janitor: Janitor,
+        handoffs: HandoffBook,
         attempts: Attempts,
         observer: Observer,
         new_id: Callable[[], str],
     ) -> None:
         self.registry = registry
         self.janitor = janitor
+        self.handoffs = handoffs
         self._settings = settings
         self._attempts = attempts
         self._observer = observer
@@ -295,36 +299,56 @@ async def open_router(
                 _make_worker(spec, background, dialer=dialer, settings=settings, observer=watcher, chance=chance)
                 for spec in settings.workers
             ]
-            registry = Registry(workers, policies={role: RoundRobin() for role in WorkerRole}, observer=watcher)
-            janitor = Janitor(
-                background,
-                settings=settings.janitor,
-                observer=watcher,
-                new_id=new_id,
-                stand_ins=registry.stand_ins,
-            )
+            router = _assemble(workers, background, settings=settings, observer=watcher, new_id=new_id, chance=chance)
             for worker in workers:
-                background.start_soon(_watch, registry, worker, settings.probe)
-            attempts = Attempts(
-                registry,
-                janitor=janitor,
-                observer=watcher,
-                retry=settings.retry,
-                fresh_fraction=settings.fresh_fraction,
-                new_id=new_id,
-                chance=chance,
-            )
-            router = Router(
-                settings, registry=registry, janitor=janitor, attempts=attempts, observer=watcher, new_id=new_id
-            )
+                background.start_soon(_watch, router.registry, worker, settings.probe)
             try:
                 yield router
             finally:
                 router.shut_down()
                 with trio.CancelScope(deadline=trio.current_time() + settings.janitor.exit_grace, shield=True):
                     await router.wait_quiet()
-                janitor.close()
+                router.janitor.close()
                 background.cancel_scope.cancel()
+
+
+def _assemble(
+    workers: list[Worker],
+    background: trio.Nursery,
+    *,
+    settings: RouterSettings,
+    observer: Observer,
+    new_id: Callable[[], str],
+    chance: Callable[[], float],
+) -> Router:
+    registry = Registry(
+        workers,
+        policies={role: RoundRobin() for role in WorkerRole},
+        observer=observer,
+        prefill_optional=settings.handoff.on_empty_prefill is OnEmptyPrefill.DECODE_LOCAL,
+    )
+    janitor = Janitor(
+        background, settings=settings.janitor, observer=observer, new_id=new_id, stand_ins=registry.stand_ins
+    )
+    handoffs = HandoffBook(settings=settings.handoff, on_end=lambda state: observer.handoff_ended(outcome=state.value))
+    attempts = Attempts(
+        registry,
+        janitor=janitor,
+        book=handoffs,
+        observer=observer,
+        retry=settings.retry,
+        new_id=new_id,
+        chance=chance,
+    )
+    return Router(
+        settings,
+        registry=registry,
+        janitor=janitor,
+        handoffs=handoffs,
+        attempts=attempts,
+        observer=observer,
+        new_id=new_id,
+    )
 
 
 async def _hold_nursery(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
@@ -350,7 +374,7 @@ def _make_worker(
     channel = connect_channel(
         nursery, spec.address, dialer=dialer, settings=settings.channel_to(spec), on_state=tell, chance=chance
     )
-    return Worker(spec, client=WorkerClient(channel))
+    return Worker(spec, client=WorkerClient(channel), breaker=settings.breaker)
 
 
 async def _watch(registry: Registry, worker: Worker, settings: ProbeSettings) -> None:

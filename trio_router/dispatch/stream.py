@@ -13,7 +13,7 @@ from ..protocol.wire import is_complete, one_token_end, scan_chunk
 from ..rpc.call import ClientCall, Sink
 from ..rpc.link import Flush
 from ..rpc.metadata import RpcError
-from .failures import leg_error
+from .failures import Verdict, judge, leg_error
 from .timeline import Timeline
 
 _CHUNK: Final = b"\x0a"
@@ -41,13 +41,23 @@ class Frame:
 class GenerateStream:
     """Made by `Router.generate`. Either iterate over it or pump it, once."""
 
-    def __init__(self, call: ClientCall, *, request_id: str, timeline: Timeline, choices: int, leg: str) -> None:
+    def __init__(
+        self,
+        call: ClientCall,
+        *,
+        request_id: str,
+        timeline: Timeline,
+        choices: int,
+        leg: str,
+        on_fault: Callable[[], None],
+    ) -> None:
         self.request_id = request_id
         self.timeline = timeline
         self.last_complete: bytes | None = None
         """The last complete frame so far; one comes for every choice that has ended."""
         self._call = call
         self._leg = leg
+        self._on_fault = on_fault
         self._open_choices = choices
         self._ended = False
 
@@ -140,6 +150,11 @@ class GenerateStream:
         self._ended = True
 
     def _broken(self, exc: RpcError | DecodeError) -> RouterError:
+        error: RouterError
         if isinstance(exc, DecodeError):
-            return DecodeFailed(f"the worker sent a frame that cannot be read: {exc.message}")
-        return leg_error(exc, leg=self._leg, worker=self.timeline.decode_worker or "", started=True)
+            error = DecodeFailed(f"the worker sent a frame that cannot be read: {exc.message}")
+        else:
+            error = leg_error(exc, leg=self._leg, worker=self.timeline.decode_worker or "", started=True)
+        if judge(error) is Verdict.FAILED:
+            self._on_fault()
+        return error

@@ -6,7 +6,7 @@ Selection is one synchronous step: candidates, policy, leases. Nothing can slip 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from grpclib.exceptions import GRPCError
 from ..errors import BadRequest, ModelNotFound, RouterError, WorkerUnavailable
 from ..observe.hooks import Observer
 from ..policy.base import Candidate, Policy
+from ..policy.breaker import BreakerState
 from .client import WorkerFacts
 from .worker import Lease, Worker, WorkerRole
 
@@ -34,10 +35,20 @@ class ProbeSettings:
 
 
 class Registry:
-    """All workers, by role."""
+    """All workers, by role. With `prefill_optional` decode workers alone are enough to serve."""
 
-    def __init__(self, workers: Sequence[Worker], *, policies: dict[WorkerRole, Policy], observer: Observer) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        policies: dict[WorkerRole, Policy],
+        observer: Observer,
+        prefill_optional: bool = False,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
         self.workers = tuple(workers)
+        self._prefill_optional = prefill_optional
+        self._clock = clock
         self._policies = policies
         self._observer = observer
         self._changed = trio.Event()
@@ -67,12 +78,20 @@ class Registry:
         served = set.intersection(*legs)
         return list(dict.fromkeys(w.facts.model for w in ready if w.facts is not None and w.facts.model in served))
 
-    def take(self, role: WorkerRole, *, model: str | None = None, failed: Collection[str] = ()) -> Lease:
+    def take(
+        self,
+        role: WorkerRole,
+        *,
+        model: str | None = None,
+        failed: Collection[str] = (),
+        busy: Collection[str] = (),
+    ) -> Lease:
         """Choose a worker for a leg and reserve a slot on it. Without `model` there must be only one.
 
-        `failed` names workers this request has already failed on: they are chosen only when nobody else is left. Raises
-        WorkerUnavailable when nobody is ready who could, ModelNotFound when none of those who are serves `model`,
-        BadRequest when several models are served and none is named.
+        `failed` names workers this request has already failed on: they are chosen only when nobody else is left.
+        `busy` names those that had no room for it: they are not chosen. Raises WorkerUnavailable when nobody is ready
+        who could, ModelNotFound when none of those who are serves `model`, BadRequest when several models are served
+        and none is named.
         """
         if model is None:
             self._check_only_model()
@@ -81,11 +100,24 @@ class Registry:
         ready = [worker for worker in serving if worker.ready]
         if not ready:
             raise self._nobody(role, members, model=model, is_known=bool(serving))
+        open_to_it = [worker for worker in self._trusted(role, ready) if worker.name not in busy]
+        if not open_to_it:
+            raise WorkerUnavailable(f"every {role} worker that is ready has been asked and is busy")
         candidates = [
             Candidate(worker=worker.name, load=worker.in_flight, failed_before=worker.name in failed)
-            for worker in ready
+            for worker in open_to_it
         ]
-        return Lease(ready[self._policies[role].pick(candidates)])
+        return Lease(open_to_it[self._policies[role].pick(candidates, retry=bool(busy))])
+
+    def _trusted(self, role: WorkerRole, ready: list[Worker]) -> list[Worker]:
+        """Those that have not failed so often lately that they get no requests for a while."""
+        now = self._clock()
+        found = [worker for worker in ready if worker.breaker.state(now) is not BreakerState.OPEN]
+        if not found:
+            error = WorkerUnavailable(f"every {role} worker that is ready has failed too often lately")
+            error.retry_after = min(worker.breaker.retry_after(now) for worker in ready)
+            raise error
+        return found
 
     def _check_only_model(self) -> None:
         known = list(dict.fromkeys(worker.facts.model for worker in self.workers if worker.facts is not None))
@@ -102,6 +134,30 @@ class Registry:
             return WorkerUnavailable(f"no {role} worker that serves model {model!r} is ready")
         registered = ", ".join(worker.name for worker in members) or "none registered"
         return WorkerUnavailable(f"no {role} worker is ready (registered: {registered})")
+
+    def has_room_beside(self, worker: Worker, *, busy: Collection[str]) -> bool:
+        """Whether somebody else could take what this worker would, who is not among the busy ones."""
+        now = self._clock()
+        return any(
+            other.name not in busy and other.breaker.state(now) is not BreakerState.OPEN
+            for other in self.stand_ins(worker)
+        )
+
+    def note_success(self, worker: Worker) -> None:
+        """A leg on this worker went well."""
+        self._note(worker, worker.breaker.succeeded)
+
+    def note_failure(self, worker: Worker) -> None:
+        """A leg on this worker failed by its fault."""
+        self._note(worker, worker.breaker.failed)
+
+    def _note(self, worker: Worker, tell: Callable[[float], None]) -> None:
+        now = self._clock()
+        before = worker.breaker.state(now)
+        tell(now)
+        state = worker.breaker.state(now)
+        if state is not before:
+            self._observer.breaker_changed(worker=worker.name, state=state.value)
 
     def stand_ins(self, worker: Worker) -> list[Worker]:
         """Other ready workers of the same role and model."""
@@ -147,8 +203,10 @@ class Registry:
     def _set_ready(self, worker: Worker, ready: bool) -> None:
         if worker.ready is not ready:
             worker.ready = ready
-            if not ready:
-                # Who answers when it is back may be another process.
+            # Who answers when it is back may be another process.
+            if ready:
+                worker.breaker.reset()
+            else:
                 self._forget(worker)
             self._changed.set()
             self._changed = trio.Event()
@@ -164,7 +222,9 @@ class Registry:
         return [worker for worker in self.workers if worker.spec.role is role]
 
     def _roles(self) -> tuple[WorkerRole, ...]:
-        return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.disaggregated else (WorkerRole.PLAIN,)
+        if not self.disaggregated:
+            return (WorkerRole.PLAIN,)
+        return (WorkerRole.DECODE,) if self._prefill_optional else (WorkerRole.PREFILL, WorkerRole.DECODE)
 
 
 def _model_of(worker: Worker) -> str | None:

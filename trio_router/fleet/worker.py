@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum, unique
+from typing import Final
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
+from ..policy.breaker import Breaker, BreakerSettings
 from ..rpc.transport import UNIX_SCHEME
 from .client import WorkerClient, WorkerFacts
 
@@ -20,11 +23,15 @@ class WorkerRole(StrEnum):
     PLAIN = "regular"
 
 
+_WITH_RANK: Final = re.compile(r"(?P<url>grpcs?://[^/?#]+:[0-9]+)@(?P<rank>[0-9]{1,6})")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """A worker as configured. `bootstrap_port` belongs to push connectors.
 
-    `url` is grpc://host:port, grpcs://host:port for TLS, or unix:/path (grpc+unix:/path means the same).
+    `url` is grpc://host:port, grpcs://host:port for TLS, or unix:/path (grpc+unix:/path means the same). An `@rank`
+    behind the port pins requests to that data-parallel rank of the worker: one entry for each rank.
     """
 
     url: str
@@ -40,10 +47,27 @@ class WorkerSpec:
         return urlsplit(self.url).scheme == "grpcs"
 
     @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that it is pinned to."""
+        found = _WITH_RANK.fullmatch(self.url)
+        return int(found["rank"]) if found else None
+
+    @property
+    def name(self) -> str:
+        """What logs and metrics call it."""
+        return self.address if self.rank is None else f"{self.address}@{self.rank}"
+
+    @property
+    def host(self) -> str:
+        """The host by itself, an IPv6 address without brackets; empty for a UNIX socket."""
+        return "" if self.address.startswith(UNIX_SCHEME) else self.address.rpartition(":")[0].strip("[]")
+
+    @property
     def address(self) -> str:
         """`host:port` or `unix:path` to dial. Raises ConfigError when the URL is not one of a gRPC worker."""
+        pinned = _WITH_RANK.fullmatch(self.url)
         try:
-            parts = urlsplit(self.url)
+            parts = urlsplit(pinned["url"] if pinned else self.url)
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"worker URL {self.url!r}: {exc}") from exc
@@ -60,12 +84,14 @@ class WorkerSpec:
 
 
 class Worker:
-    """A registered worker. Its address is its name in logs and metrics."""
+    """A registered worker."""
 
-    def __init__(self, spec: WorkerSpec, *, client: WorkerClient) -> None:
+    def __init__(self, spec: WorkerSpec, *, client: WorkerClient, breaker: BreakerSettings | None = None) -> None:
         self.spec = spec
         self.client = client
-        self.name = spec.address
+        self.name = spec.name
+        self.rank = spec.rank
+        self.breaker = Breaker(breaker or BreakerSettings())
         self.facts: WorkerFacts | None = None
         self.ready = False
         self.trouble: str | None = None

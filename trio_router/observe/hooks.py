@@ -69,6 +69,12 @@ class Observer:
     def handoff_missing(self, *, worker: str) -> None:
         """A prefill leg that was asked for a handoff ended without one."""
 
+    def prefill_skipped(self, *, reason: str) -> None:
+        """A decode worker serves a request whole: `several_samples` or `empty_prefill_pool`."""
+
+    def breaker_changed(self, *, worker: str, state: str) -> None:
+        """A worker's circuit breaker is `closed`, `open` or `half_open` now."""
+
     def handoff_ended(self, *, outcome: str) -> None:
         """A handoff reached `consumed`, `released`, `lapsed` or `invalid`."""
 
@@ -111,6 +117,14 @@ class Observers(Observer):
     def handoff_missing(self, *, worker: str) -> None:
         for member in self.members:
             member.handoff_missing(worker=worker)
+
+    def prefill_skipped(self, *, reason: str) -> None:
+        for member in self.members:
+            member.prefill_skipped(reason=reason)
+
+    def breaker_changed(self, *, worker: str, state: str) -> None:
+        for member in self.members:
+            member.breaker_changed(worker=worker, state=state)
 
     def handoff_ended(self, *, outcome: str) -> None:
         for member in self.members:

@@ -19,8 +19,8 @@ class Candidate:
 class Policy(Protocol):
     """Chooses one of the candidates."""
 
-    def pick(self, candidates: Sequence[Candidate]) -> int:
-        """The index of the choice. `candidates` is never empty."""
+    def pick(self, candidates: Sequence[Candidate], *, retry: bool = False) -> int:
+        """The index of the choice. `candidates` is never empty; `retry` says that others have been tried before."""
 
 
 def fresh_first(candidates: Sequence[Candidate]) -> list[int]:

@@ -21,8 +21,8 @@ class RoundRobin:
         self._last_first_try: dict[str, int] = {}
         self._last_retry: dict[str, int] = {}
 
-    def pick(self, candidates: Sequence[Candidate]) -> int:
-        is_retry = any(candidate.failed_before for candidate in candidates)
+    def pick(self, candidates: Sequence[Candidate], *, retry: bool = False) -> int:
+        is_retry = retry or any(candidate.failed_before for candidate in candidates)
         last = self._last_retry if is_retry else self._last_first_try
         choice = min(fresh_first(candidates), key=lambda index: last.get(candidates[index].worker, 0))
         last[candidates[choice].worker] = next(self._turns)
