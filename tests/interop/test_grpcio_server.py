@@ -11,6 +11,7 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from trio_router.dispatch.failures import is_too_large
 from trio_router.errors import LinkError
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import (
@@ -228,6 +229,14 @@ class TestSizes:
             with pytest.raises(RpcError, match="1000") as caught:
                 await (await channel.call(CALL, bytes(1001))).receive()
             assert (caught.value.status, caught.value.origin) == (Status.RESOURCE_EXHAUSTED, Origin.PEER)
+
+    async def test_case_g2_the_usual_limit_of_4_mib_is_told_from_being_busy(self, open_foreign_server):
+        usual = {"grpc.max_receive_message_length": 4 << 20}
+        async with open_foreign_server(unary={CALL: echo}, options=usual) as (channel, _):
+            with pytest.raises(RpcError) as caught:
+                await (await channel.call(CALL, bytes((4 << 20) + 1))).receive()
+            assert is_too_large(caught.value)
+            assert await read_all(await channel.call(CALL, bytes(4 << 20))) == [bytes(4 << 20)]
 
     async def test_a_call_that_is_not_read_stops_the_server_and_no_other_call(self, open_foreign_server):
         offered: list[int] = []
