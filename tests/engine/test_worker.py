@@ -99,3 +99,9 @@ async def test_a_call_that_was_cancelled_before_it_began_has_not_happened(open_f
             await servicer._generate(Call())
         assert scope.cancelled_caught
         assert engine.core.counters.generates == 0
+
+
+async def test_an_engine_id_that_it_is_given_is_the_one_that_handoffs_name(open_fleet):
+    async with open_fleet(p={"engine_id": "this-run"}) as fleet:
+        assert fleet.workers["p"].engine_id == "this-run"
+        assert (await fleet.prefill("p", PROMPT))["remote_engine_id"] == "this-run"

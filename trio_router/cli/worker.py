@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 import trio
 
@@ -29,9 +30,9 @@ from ..config import (
 from ..engine.settings import Connector, Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..errors import ConfigError
+from ..rows import LOG_SECTION
 from ..rpc.tls import ServerTls
 from ..service import open_listener
-from ..settings import LOG_SECTION
 
 _POLL: Final = 0.05
 _log: Final = logging.getLogger(__name__)
@@ -220,7 +221,9 @@ async def run_worker(settings: WorkerProcessSettings, *, say: Callable[[str], No
             listener.close()
             raise
         served = listener if tls is None else tls.listen(listener)
-        async with open_worker(settings.worker, listener=served, transfer_listener=transfers) as worker:
+        # Another one at every start: a handoff of the process before must not be read from the memory of this one.
+        named = replace(settings.worker, engine_id=f"{settings.worker.name}-{uuid4()}")
+        async with open_worker(named, listener=served, transfer_listener=transfers) as worker:
             url = f"{'grpc' if tls is None else 'grpcs'}://{worker.address}"
             say(f"ready: {settings.worker.role} worker on {url} (transfers on {worker.transfer_address})")
             name = await anext(signals)

@@ -107,6 +107,9 @@ class WorkerSettings:
     transfer_address: str = "127.0.0.1:0"
     """Where to listen for other workers' pulls. Only read by whoever opens the listener."""
     tp_size: int = 1
+    engine_id: str | None = None
+    """What handoffs call its engine; None: made of name and seed, the same at every start. A real one is new each time,
+    so that what an earlier run handed over is refused."""
     dp_size: int = 1
     """Data parallel ranks it claims. One engine stands for them all, but every request and handoff has a rank."""
     seed: int = 0

@@ -102,7 +102,7 @@ async def open_worker(
     core = Core(
         settings,
         language=model.language,
-        engine_id=f"{settings.name}-{rng.getrandbits(48):012x}",
+        engine_id=settings.engine_id or f"{settings.name}-{rng.getrandbits(48):012x}",
         transfer_address=transfer_listener.address,
         draw=rng.random,
     )
