@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -58,11 +58,14 @@ class Process:
 
     def stop(self) -> int:
         self._process.terminate()
-        try:
-            code = self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=20)
+        return self.kill()
+
+    def kill(self) -> int:
+        """End it as a crash would, if it has not ended."""
+        self._process.kill()
+        code = self._process.wait()
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -78,6 +81,18 @@ def started(*arguments: str) -> Iterator[Process]:
         process.stop()
 
 
+def prefill_flags(worker: Process, *, connector: str) -> list[str]:
+    """What a router is told of a prefill worker: a connector that pushes is found by its transfer port."""
+    url = worker.find(r"(grpc://\S+)")
+    return ["--prefill", url, worker.find(r"transfers on \S+:(\d+)")] if connector == "mooncake" else ["--prefill", url]
+
+
+def start_router(stack: ExitStack, *flags: str) -> Process:
+    """A router on ports that the system chooses."""
+    ports = ("--port", "0", "--grpc-port", "0", "--prometheus-port", "0")
+    return stack.enter_context(started("serve", *flags, *ports))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """Addresses of two prefill, two decode and one plain worker, and of the two routers before them."""
@@ -91,7 +106,12 @@ class Fleet:
     plain_http: str
 
     def counters(self, addresses: list[str]) -> list[GetCountersResponse]:
-        return trio.run(_counters, addresses)
+        return counters_of(addresses)
+
+
+def counters_of(addresses: list[str]) -> list[GetCountersResponse]:
+    """What workers count, each asked once."""
+    return trio.run(_counters, addresses)
 
 
 async def _counters(addresses: list[str]) -> list[GetCountersResponse]:
@@ -102,24 +122,23 @@ async def _counters(addresses: list[str]) -> list[GetCountersResponse]:
     return found
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=["nixl", "mooncake"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    connector = request.param
     with ExitStack() as stack:
 
         def worker(role: str) -> Process:
-            return stack.enter_context(started("worker", "--role", role, "--port", "0", "--inter-token-ms", "2"))
-
-        def router(*workers: str) -> Process:
-            ports = ("--port", "0", "--grpc-port", "0", "--prometheus-port", "0")
-            return stack.enter_context(started("serve", *workers, *ports))
+            flags = ("--role", role, "--connector", connector, "--port", "0", "--inter-token-ms", "2")
+            return stack.enter_context(started("worker", *flags))
 
         processes = [worker(role) for role in ("prefill", "prefill", "decode", "decode", "plain")]
         addresses = [process.find(r"grpc://(\S+)") for process in processes]
-        pairs = router(
-            *(f for a in addresses[:2] for f in ("--prefill", f"grpc://{a}")),
-            *(f for a in addresses[2:4] for f in ("--decode", f"grpc://{a}")),
+        pairs = start_router(
+            stack,
+            *(flag for process in processes[:2] for flag in prefill_flags(process, connector=connector)),
+            *(flag for address in addresses[2:4] for flag in ("--decode", f"grpc://{address}")),
         )
-        plain = router("--worker-urls", f"grpc://{addresses[4]}")
+        plain = start_router(stack, "--worker-urls", f"grpc://{addresses[4]}")
         yield Fleet(
             prefill=addresses[:2],
             decode=addresses[2:4],
