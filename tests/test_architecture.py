@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "offload": set(),
     "scopes": set(),
     "observe": set(),
-    "settings": {"config", "dispatch", "fleet", "front", "observe", "rpc"},
+    "settings": {"config", "dispatch", "fleet", "front", "observe", "policy", "rpc"},
+    "rows": {"config", "dispatch", "fleet", "front", "observe", "policy", "settings"},
     "config": set(),
     "protocol": set(),
     "http2": set(),
@@ -35,7 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     "service": {"dispatch", "fleet", "front", "observe", "rpc", "settings", "text"},
     "testing": {"dispatch", "engine", "fleet", "front", "observe", "policy", "protocol", "rpc", "service", "text"},
     "demo": {"dispatch", "engine", "fleet", "front", "observe", "rpc", "service", "settings", "text"},
-    "cli": {"config", "demo", "dispatch", "engine", "fleet", "front", "observe", "rpc", "service", "settings", "text"},
+    "cli": {
+        *("config", "demo", "dispatch", "engine", "fleet", "front", "observe", "rows", "rpc", "service", "settings"),
+        "text",
+    },
     "__main__": {"cli"},
     "__init__": {"dispatch", "fleet", "observe", "protocol", "rpc"},
 }

@@ -12,14 +12,9 @@ from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import ConfigError
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
 from trio_router.front.settings import HttpSettings
+from trio_router.rows import SECTIONS
 from trio_router.rpc.server import ServerSettings
-from trio_router.settings import (
-    SECTIONS,
-    ListenSettings,
-    ServiceSettings,
-    TextSettings,
-    service_settings,
-)
+from trio_router.settings import ListenSettings, ServiceSettings, TextSettings, service_settings
 
 ROWS = [row for section in SECTIONS for row in section.rows]
 PAIR = {"prefill": ["grpc://a:1"], "decode": ["grpc://b:2"]}
@@ -35,6 +30,9 @@ OTHER_TEXT = {
     "prometheus_host": "10.0.0.9",
     "tokenizer_path": "/models/one",
     "chat_template": "/models/one.jinja",
+    "on_missing_handoff": "fail",
+    "on_empty_prefill": "decode-local",
+    "handoff_fresh_fraction": "0.5",
     "log_level": "debug",
 }
 

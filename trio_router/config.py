@@ -51,6 +51,7 @@ SECONDS_OR_NONE: Final = Kind(
 MILLISECONDS: Final = Kind(
     type=Annotated[float, msgspec.Meta(ge=0, le=_MANY)], expects="a number of milliseconds of at least 0", metavar="MS"
 )
+AMOUNT: Final = Kind(type=Annotated[float, msgspec.Meta(ge=0, le=_MANY)], expects="a number of at least 0", metavar="N")
 RATE: Final = Kind(type=Annotated[float, msgspec.Meta(gt=0, le=_MANY)], expects="a number above 0", metavar="RATE")
 FACTOR: Final = Kind(
     type=Annotated[float, msgspec.Meta(ge=1, le=_MANY)], expects="a factor of at least 1", metavar="FACTOR"

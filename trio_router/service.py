@@ -190,8 +190,10 @@ async def open_service(
                 addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
             )
             metrics.http_responses = service.http_responses
+            metrics.live_handoffs = lambda: len(router.handoffs)
             async with trio.open_nursery() as nursery:
-                await nursery.start(AdminFront(make_registry(metrics)).serve, opened["metrics"])
+                admin = AdminFront(make_registry(metrics), pages=_debug_pages(router))
+                await nursery.start(admin.serve, opened["metrics"])
                 start_fronts = _start_fronts(service, opened)
                 await nursery.start(start_fronts)
                 nursery.start_soon(service.warm_texts)
@@ -200,6 +202,10 @@ async def open_service(
                 finally:
                     service.stop()
                 nursery.cancel_scope.cancel()
+
+
+def _debug_pages(router: Router) -> Mapping[str, Callable[[], object]]:
+    return {"/debug/handoffs": lambda: router.handoffs.live(now=trio.current_time())}
 
 
 def _start_fronts(service: Service, opened: Mapping[str, Listener]) -> Callable[..., Awaitable[None]]:
@@ -284,6 +290,7 @@ def fleet(router: Router) -> tuple[WorkerState, ...]:
             model=worker.facts.model if worker.facts is not None else "unknown",
             ready=worker.ready,
             in_flight=worker.in_flight,
+            breaker=worker.breaker.state(trio.current_time()).value,
         )
         for worker in router.registry.workers
     )

@@ -1,6 +1,6 @@
-"""Everything `trio-router serve` can be told: the rows people meet, and the frozen records that they become.
+"""What a router process is told, as frozen records, and how they are made from the rows that people meet.
 
-The one place that knows which setting goes into which record. Defaults are the records' own wherever they have one.
+The one place that knows which setting goes into which record.
 """
 
 from __future__ import annotations
@@ -9,30 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from .config import (
-    BYTES,
-    COUNT,
-    FACTOR,
-    FRACTION,
-    MILLISECONDS,
-    PATH,
-    PORT,
-    SECONDS,
-    SECONDS_OR_NONE,
-    SWITCH,
-    TEXT,
-    Row,
-    Section,
-    Values,
-    choice,
-)
+from .config import Values
+from .dispatch.handoff import HandoffSettings, OnEmptyPrefill, OnMissingHandoff
 from .dispatch.retry import RetrySettings
 from .dispatch.router import RouterSettings
 from .errors import ConfigError
 from .fleet.registry import ProbeSettings
 from .fleet.worker import WorkerRole, WorkerSpec
 from .front.settings import FrontSettings, HttpSettings
-from .observe.log import LEVELS, LogSettings
+from .observe.log import LogSettings
+from .policy.breaker import BreakerSettings
 from .rpc.links import ChannelSettings
 from .rpc.server import ServerSettings
 from .rpc.tls import ClientTls
@@ -125,241 +111,8 @@ class ServiceSettings:
 _SPARE_DESCRIPTORS: Final = 64
 # A link, one that replaces it, and one being dialed.
 _SOCKETS_PER_WORKER: Final = 3
-
-_LISTEN: Final = ListenSettings()
-_ROUTER: Final = RouterSettings()
-_RETRY: Final = RetrySettings()
-_PROBE: Final = ProbeSettings()
-_HTTP: Final = HttpSettings()
-_LOG: Final = LogSettings()
-
-_WORKERS_ROWS: Final = (
-    Row(
-        name="prefill",
-        kind=TEXT,
-        many=True,
-        words=2,
-        default=[],
-        metavars=("URL", "BOOTSTRAP_PORT"),
-        help="a prefill worker, grpc://host:port (grpcs:// for TLS, or unix:/path); repeat for each. The second word is"
-        " for connectors with a bootstrap server; NIXL needs none",
-    ),
-    Row(
-        name="decode",
-        kind=TEXT,
-        many=True,
-        default=[],
-        metavars=("URL",),
-        help="a decode worker, likewise; repeat for each",
-    ),
-    Row(
-        name="worker_urls",
-        kind=TEXT,
-        many=True,
-        words=0,
-        default=[],
-        metavars=("URL",),
-        help="workers that serve whole requests, instead of --prefill and --decode",
-    ),
-    Row(
-        name="policy",
-        kind=choice("round_robin"),
-        default="round_robin",
-        help="how a worker is chosen among those that are ready",
-    ),
-    Row(
-        name="worker_tls_ca",
-        kind=PATH,
-        metavars=("FILE",),
-        help="PEM file of the authorities that certificates of grpcs:// workers come from (default: the system's)",
-    ),
-    Row(
-        name="worker_tls_cert",
-        kind=PATH,
-        metavars=("FILE",),
-        help="PEM file with the certificate, and its chain, for grpcs:// workers that ask for one",
-    ),
-    Row(name="worker_tls_key", kind=PATH, metavars=("FILE",), help="PEM file with the key of that certificate"),
-    Row(
-        name="worker_tls_server_name",
-        kind=TEXT,
-        metavars=("NAME",),
-        help="name that certificates of grpcs:// workers are for (default: each worker's host)",
-    ),
-)
-_HEALTH_ROWS: Final = (
-    Row(
-        name="health_check_interval_secs",
-        kind=SECONDS,
-        default=_PROBE.interval,
-        help="time between two probes of a worker that is ready",
-    ),
-    Row(
-        name="worker_startup_check_interval",
-        kind=SECONDS,
-        default=_PROBE.startup_interval,
-        help="time in seconds between two probes of a worker that is not ready",
-    ),
-    Row(
-        name="health_failure_threshold",
-        kind=COUNT,
-        default=_PROBE.failures,
-        help="failed probes in a row after which a worker gets no more requests",
-    ),
-)
-_LISTEN_ROWS: Final = (
-    Row(
-        name="host",
-        kind=TEXT,
-        default=_LISTEN.host,
-        metavars=("HOST",),
-        help="address to listen on for HTTP and gRPC; 0.0.0.0 for every IPv4 interface. There is no access control",
-    ),
-    Row(name="port", kind=PORT, default=_LISTEN.port, help="OpenAI-compatible HTTP"),
-    Row(name="grpc_port", kind=PORT, default=_LISTEN.grpc_port, help="gRPC, the same service that workers speak"),
-    Row(
-        name="prometheus_host",
-        kind=TEXT,
-        default=_LISTEN.prometheus_host,
-        metavars=("HOST",),
-        help="address to listen on for metrics",
-    ),
-    Row(name="prometheus_port", kind=PORT, default=_LISTEN.prometheus_port, help="metrics, at /metrics"),
-)
-_REQUEST_ROWS: Final = (
-    Row(
-        name="request_timeout_secs",
-        kind=SECONDS,
-        default=_ROUTER.request_timeout,
-        help="longest a request may take in all; a client's own deadline may be shorter",
-    ),
-    Row(
-        name="max_payload_size",
-        kind=BYTES,
-        default=_HTTP.max_body_bytes,
-        help="largest HTTP request body",
-    ),
-    Row(
-        name="shutdown_settle_secs",
-        kind=SECONDS_OR_NONE,
-        default=0.0,
-        help='after SIGTERM or Ctrl-C, how long to go on serving while saying "not ready", so that a balancer takes'
-        " notice before anybody is refused",
-    ),
-    Row(
-        name="shutdown_grace_period_secs",
-        kind=SECONDS_OR_NONE,
-        default=180.0,
-        help="after that, how long running requests may take to finish; a second signal ends them at once",
-    ),
-)
-_RETRY_ROWS: Final = (
-    Row(
-        name="retry_max_retries",
-        kind=COUNT,
-        default=_RETRY.attempts,
-        help="attempts at most, the first one counted; only until the client has had its first byte",
-    ),
-    Row(
-        name="retry_initial_backoff_ms",
-        kind=MILLISECONDS,
-        default=_RETRY.initial_backoff * 1000,
-        help="pause before the second attempt",
-    ),
-    Row(
-        name="retry_max_backoff_ms",
-        kind=MILLISECONDS,
-        default=_RETRY.max_backoff * 1000,
-        help="longest pause between two attempts",
-    ),
-    Row(
-        name="retry_backoff_multiplier",
-        kind=FACTOR,
-        default=_RETRY.multiplier,
-        help="growth of the pause from one attempt to the next",
-    ),
-    Row(
-        name="retry_jitter_factor",
-        kind=FRACTION,
-        default=_RETRY.jitter,
-        help="random share by which a pause is made longer or shorter",
-    ),
-    Row(name="disable_retries", kind=SWITCH, default=False, help="one attempt only"),
-)
-_TEXT_ROWS: Final = (
-    Row(
-        name="tokenizer_path",
-        kind=PATH,
-        metavars=("DIRECTORY",),
-        help="directory with tokenizer.json and its companions (default: the workers' own, fetched from one of them)",
-    ),
-    Row(
-        name="chat_template",
-        kind=PATH,
-        metavars=("FILE",),
-        help="Jinja file to use instead of the model's own chat template",
-    ),
-)
-_LOG_ROWS: Final = (
-    Row(
-        name="log_level",
-        kind=choice(*LEVELS),
-        default=_LOG.level,
-        metavars=("LEVEL",),
-        help=f"how much to log, on stderr: {', '.join(LEVELS)}",
-    ),
-    Row(name="log_json", kind=SWITCH, default=_LOG.json, help="one JSON object a line instead of text"),
-)
-LOG_SECTION: Final = Section(name="log", title="logging", rows=_LOG_ROWS)
-# Bounds of the HTTP listener that hardly anybody changes: file and environment only.
-_HTTP_ROWS: Final = (
-    Row(
-        name="http_max_connections",
-        kind=COUNT,
-        default=_HTTP.max_connections,
-        flag=False,
-        help="connections held open; fewer where the process may not have so many files open",
-    ),
-    Row(
-        name="http_header_secs",
-        kind=SECONDS,
-        default=_HTTP.header_seconds,
-        flag=False,
-        help="time for a request's headers to arrive",
-    ),
-    Row(
-        name="http_keep_alive_secs",
-        kind=SECONDS,
-        default=_HTTP.keep_alive_seconds,
-        flag=False,
-        help="time an idle connection is kept",
-    ),
-    Row(
-        name="http_write_stall_secs",
-        kind=SECONDS,
-        default=_HTTP.write_stall_seconds,
-        flag=False,
-        help="a client that takes not one byte for this long is taken for gone",
-    ),
-    Row(
-        name="http_max_bodies_bytes",
-        kind=BYTES,
-        default=_HTTP.max_bodies_bytes,
-        flag=False,
-        help="request bodies held at one time, over all connections",
-    ),
-)
-
-SECTIONS: Final = (
-    Section(name="workers", title="workers", rows=_WORKERS_ROWS),
-    Section(name="listen", title="listening", rows=_LISTEN_ROWS),
-    Section(name="requests", title="requests", rows=_REQUEST_ROWS),
-    Section(name="text", title="tokenizer and chat template", rows=_TEXT_ROWS),
-    Section(name="health", title="worker health", rows=_HEALTH_ROWS),
-    Section(name="retry", title="retries", rows=_RETRY_ROWS),
-    LOG_SECTION,
-    Section(name="http", title="HTTP listener", rows=_HTTP_ROWS),
-)
+# Failures in a row that no worker has had before it was restarted.
+_NEVER: Final = 2**62
 
 
 def service_settings(values: Values) -> ServiceSettings:
@@ -368,7 +121,9 @@ def service_settings(values: Values) -> ServiceSettings:
         router=RouterSettings(
             workers=_workers(values),
             request_timeout=values["request_timeout_secs"],
+            handoff=_handoff(values),
             retry=_retry(values),
+            breaker=_breaker(values),
             channel=ChannelSettings(tls=_worker_tls(values)),
             probe=ProbeSettings(
                 interval=values["health_check_interval_secs"],
@@ -403,6 +158,28 @@ def _retry(values: Values) -> RetrySettings:
         multiplier=values["retry_backoff_multiplier"],
         max_backoff=values["retry_max_backoff_ms"] / 1000,
         jitter=values["retry_jitter_factor"],
+        budget_share=values["retry_budget_share"],
+        budget_floor=values["retry_budget_floor"],
+        busy_retry_after=values["busy_retry_after_secs"],
+    )
+
+
+def _handoff(values: Values) -> HandoffSettings:
+    return HandoffSettings(
+        fresh_fraction=values["handoff_fresh_fraction"],
+        nixl_lease=values["nixl_lease_secs"],
+        mooncake_lease=values["mooncake_lease_secs"],
+        on_missing=OnMissingHandoff(values["on_missing_handoff"]),
+        on_empty_prefill=OnEmptyPrefill(values["on_empty_prefill"]),
+    )
+
+
+def _breaker(values: Values) -> BreakerSettings:
+    return BreakerSettings(
+        failures=_NEVER if values["disable_circuit_breaker"] else values["cb_failure_threshold"],
+        window=values["cb_window_duration_secs"],
+        pause=values["cb_timeout_duration_secs"],
+        successes=values["cb_success_threshold"],
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 from trio_router.cli.descriptors import fit_descriptors, raise_limit
 from trio_router.config import gather
 from trio_router.front.settings import HttpSettings
-from trio_router.settings import SECTIONS, ServiceSettings, service_settings
+from trio_router.rows import SECTIONS
+from trio_router.settings import ServiceSettings, service_settings
 
 SETTINGS = service_settings(gather(SECTIONS, flags={"worker_urls": ["grpc://a:1"]}))
 

@@ -10,6 +10,7 @@ import trio
 
 from trio_router.cli.serve import PATIENCE, say_when_ready
 from trio_router.fleet.worker import WorkerRole
+from trio_router.policy.breaker import Breaker, BreakerSettings
 
 
 class Service:
@@ -26,7 +27,13 @@ class Service:
 
 def worker(role: WorkerRole, name: str) -> Any:
     return SimpleNamespace(
-        name=name, spec=SimpleNamespace(role=role), facts=None, ready=False, in_flight=0, trouble=None
+        name=name,
+        spec=SimpleNamespace(role=role),
+        facts=None,
+        ready=False,
+        in_flight=0,
+        trouble=None,
+        breaker=Breaker(BreakerSettings()),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
@@ -33,6 +35,18 @@ async def test_it_lives(autojump_clock, connect) -> None:
     client = await connect(CollectorRegistry())
 
     assert (await client.request("GET", "/health")).body == b"OK"
+
+
+async def test_pages_are_made_when_they_are_asked_for(autojump_clock, launch) -> None:
+    things = [{"age": 1.5}]
+    front = AdminFront(CollectorRegistry(), pages={"/debug/things": lambda: things})
+    client = await (await launch(front, server=front.server)).connect()
+    things.append({"age": 2.0})
+
+    response = await client.request("GET", "/debug/things")
+
+    assert (response.status, response.header("content-type")) == (200, "application/json")
+    assert json.loads(response.body) == [{"age": 1.5}, {"age": 2.0}]
 
 
 async def test_nothing_else_is_served(autojump_clock, connect) -> None:

@@ -18,7 +18,8 @@ import trio
 from ..config import Section, Values, effective_toml
 from ..demo.run import demo
 from ..observe.log import set_up_logging
-from ..settings import SECTIONS, log_settings, service_settings
+from ..rows import SECTIONS
+from ..settings import log_settings, service_settings
 from .demo_options import DEMO_SECTIONS, demo_settings
 from .descriptors import fit_descriptors
 from .serve import serve

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..config import COUNT, SWITCH, TEXT, Row, Section, Values
 from ..demo.run import DemoSettings
-from ..settings import LOG_SECTION
+from ..rows import LOG_SECTION
 
 DEMO_SECTIONS: Final = (
     Section(

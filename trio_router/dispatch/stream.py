@@ -69,6 +69,14 @@ class GenerateStream:
         """Whether the worker ended the stream OK, with a complete for every choice."""
         return self._ended
 
+    @property
+    def prompt_counts(self) -> tuple[int, int] | None:
+        """Tokens of the prompt, and how many of them were cached, as its prefill worker counted; None when there was
+        none. A decode worker counts as cached what it was handed, which saved nobody any work.
+        """
+        timeline = self.timeline
+        return None if timeline.prefill_worker is None else (timeline.prompt_tokens, timeline.cached_tokens)
+
     def __aiter__(self) -> GenerateStream:
         return self
 

@@ -1,11 +1,16 @@
-"""The metrics listener: /metrics in Prometheus' text form, and /health. Must not know what is measured."""
+"""The metrics listener: /metrics in Prometheus' text form, /health, and pages of JSON that the service gives it.
+
+Must not know what is measured, nor what the pages show.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
+import msgspec
 import trio
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -20,12 +25,15 @@ _METRICS_TYPE: Final = CONTENT_TYPE_LATEST.encode("ascii")
 
 
 class AdminFront:
-    """Serves a registry of metrics. Keep it on loopback or an inner network: it has no keys."""
+    """Serves a registry of metrics, and what `pages` return, as JSON, at their paths. Keep it on loopback or an inner
+    network: it has no keys.
+    """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         *,
+        pages: Mapping[str, Callable[[], object]] | None = None,
         settings: HttpSettings | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -34,6 +42,7 @@ class AdminFront:
         self._routes: dict[str, dict[str, Route]] = {
             "/metrics": {"GET": self._metrics},
             "/health": {"GET": alive},
+            **{path: {"GET": partial(_show, page)} for path, page in (pages or {}).items()},
         }
 
     @property
@@ -57,3 +66,8 @@ class AdminFront:
     async def _metrics(self, exchange: Exchange) -> None:
         body = generate_latest(self._registry)
         await exchange.respond(200, headers=((b"content-type", _METRICS_TYPE),), body=body)
+
+
+async def _show(page: Callable[[], object], exchange: Exchange) -> None:
+    body = msgspec.json.format(msgspec.json.encode(page()), indent=2) + b"\n"
+    await exchange.respond(200, headers=((b"content-type", b"application/json"),), body=body)

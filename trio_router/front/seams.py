@@ -17,6 +17,10 @@ Sink = Callable[[list[bytes]], bool]
 class GenerateStream(Protocol):
     """One request's frames, once the first of them is here."""
 
+    @property
+    def prompt_counts(self) -> tuple[int, int] | None:
+        """Tokens of the prompt, and how many of them were cached, where the frames do not tell the truth of it."""
+
     async def pump(self, sink: Sink, *, tokens: Callable[[], int]) -> None:
         """Hand every batch to `sink` until the stream ends well, then ask `tokens` how many it has seen. Raises the
         error family, and what `sink` raises.

@@ -107,6 +107,13 @@ class RequestLog(Observer):
         level = logging.INFO if ready else logging.WARNING
         self._log.log(level, "worker ready" if ready else "worker not ready", worker=worker, role=role)
 
+    def handoff_missing(self, *, worker: str) -> None:
+        self._log.warning("prefill worker handed nothing over", worker=worker)
+
+    def breaker_changed(self, *, worker: str, state: str) -> None:
+        level = logging.WARNING if state == "open" else logging.INFO
+        self._log.log(level, "circuit breaker", worker=worker, state=state)
+
     def channel_changed(self, *, worker: str, state: str, reason: str | None) -> None:
         why = {} if reason is None else {"reason": reason}
         self._log.debug("connection", worker=worker, state=state, **why)

@@ -49,6 +49,7 @@ class WorkerState:
     model: str
     ready: bool
     in_flight: int
+    breaker: str = "closed"
 
 
 class Counts:
@@ -99,6 +100,7 @@ class Metrics(Observer):
     def __init__(self, workers: Callable[[], Sequence[WorkerState]] = tuple) -> None:
         self.workers = workers
         self.http_responses: Callable[[], Mapping[int, int]] = dict
+        self.live_handoffs: Callable[[], int] = int
         self._models: dict[str, str] = {}
         self._disaggregated = False
         self.in_flight = 0
@@ -115,6 +117,8 @@ class Metrics(Observer):
         self.connectors = Counts()
         self.missing_handoffs = 0
         self.handoffs = Counts()
+        self.skipped = Counts()
+        self.breakers = Counts()
         self.retries = Counts()
         self.exhausted = Counts()
 
@@ -155,6 +159,12 @@ class Metrics(Observer):
     def handoff_missing(self, *, worker: str) -> None:
         self.missing_handoffs += 1
 
+    def prefill_skipped(self, *, reason: str) -> None:
+        self.skipped.add((reason,))
+
+    def breaker_changed(self, *, worker: str, state: str) -> None:
+        self.breakers.add((worker, state))
+
     def handoff_ended(self, *, outcome: str) -> None:
         self.handoffs.add((outcome,))
 
@@ -176,6 +186,7 @@ class Metrics(Observer):
         return models.pop() if len(models) == 1 else OTHER
 
 
+_BREAKER_VALUES: Final = {"closed": 0, "open": 1, "half_open": 2}
 _ROUTE: Final = ("router_type", "backend_type", "connection_mode", "model", "endpoint")
 _STREAM: Final = ("router_type", "backend_type", "model", "endpoint")
 
@@ -247,15 +258,27 @@ class MetricsCollector(Collector):
         failures.add_metric((), m.missing_handoffs)
         yield failures
         yield _counter("trio_router_handoffs", "Handoffs by how they ended", ("outcome",), m.handoffs)
+        yield GaugeMetricFamily("trio_router_handoffs_live", "Handoffs that have not ended", value=m.live_handoffs())
+        yield _counter(
+            "trio_router_prefill_skipped", "Attempts that a decode worker served whole, by why", ("reason",), m.skipped
+        )
 
     def _worker_families(self) -> Iterator[Metric]:
         active = GaugeMetricFamily("smg_worker_requests_active", "Slots in use on a worker", labels=("worker",))
         health = GaugeMetricFamily("smg_worker_health", "1 while a worker gets requests, else 0", labels=("worker",))
+        breaker = GaugeMetricFamily(
+            "smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half open", labels=("worker",)
+        )
         for worker in self._metrics.fleet():
             active.add_metric((worker.name,), worker.in_flight)
             health.add_metric((worker.name,), int(worker.ready))
+            breaker.add_metric((worker.name,), _BREAKER_VALUES.get(worker.breaker, 0))
         yield active
         yield health
+        yield breaker
+        yield _counter(
+            "smg_worker_cb_transitions", "Changes of a circuit breaker", ("worker", "to"), self._metrics.breakers
+        )
         yield _counter(
             "smg_worker_retries",
             "Failed attempts that were followed by another",

@@ -61,6 +61,8 @@ class ScriptedStream:
         self._full = False
         self._resumed = trio.Event()
 
+    prompt_counts: tuple[int, int] | None = None
+
     async def pump(self, sink: Sink, *, tokens: Callable[[], int]) -> None:
         for step in self.steps:
             await play(step)

@@ -120,6 +120,8 @@ class _Run:
                 await stream.pump(sink, tokens=lambda: sink.completion_tokens)
             finally:
                 sink.disconnect()
+            if stream.prompt_counts is not None:
+                sink.prompt_tokens, sink.cached_tokens = stream.prompt_counts
             if sink.failed:
                 raise DecodeFailed("the worker's engine failed in the middle of the stream")
 
