@@ -99,6 +99,21 @@ class TestStreaming:
                 b"\x08\x03",
             )
 
+    async def test_case_d3_when_every_worker_is_busy_the_last_ones_status_is_told_and_when_to_come_back(
+        self, autojump_clock
+    ):
+        async def busy(call, request):
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "worker is saturated", b"\x08\x08")
+
+        async with fronted(plain_worker(busy, name="one"), plain_worker(busy, name="two")) as (_, channel):
+            call = await channel.call(GENERATE, encode(a_request()))
+            with pytest.raises(RpcError, match="worker is saturated") as caught:
+                await frames_of(call)
+            assert (caught.value.status, caught.value.details) == (Status.RESOURCE_EXHAUSTED, b"\x08\x08")
+            trailers = dict(call.trailing_metadata)
+            assert trailers["x-smg-error-code"] == "worker_overload_protection_shed"
+            assert trailers["grpc-retry-pushback-ms"] == "1000"
+
     async def test_i12_what_is_no_request_is_refused_and_the_connection_goes_on(self, autojump_clock):
         async with fronted(plain_worker()) as (scene, channel):
             with pytest.raises(RpcError) as caught:

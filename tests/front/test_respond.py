@@ -79,6 +79,27 @@ def test_retry_after_is_whole_seconds_and_never_zero(seconds: float) -> None:
     assert dict(http_reply(error).headers)[b"retry-after"] == b"1"
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, "1"), (0.0301, "31"), (1.0, "1000")])
+def test_a_grpc_client_is_pushed_back_by_milliseconds_and_never_by_none(seconds: float, expected: str) -> None:
+    error = errors.WorkerBusy("full", status=Status.RESOURCE_EXHAUSTED, leg="decode")
+    error.retry_after = seconds
+
+    assert dict(grpc_reply(error).metadata)["grpc-retry-pushback-ms"] == expected
+
+
+@pytest.mark.parametrize("error", [errors.WorkerUnavailable("nobody"), rejected(Status.UNAVAILABLE), KeyError("bug")])
+def test_nobody_is_told_when_to_come_back_where_that_is_not_known(error: Exception) -> None:
+    assert "grpc-retry-pushback-ms" not in dict(grpc_reply(error).metadata)
+    assert b"retry-after" not in dict(http_reply(error).headers)
+
+
+@pytest.mark.parametrize(
+    "error", [errors.BadRequest("no", code="finer_code"), rejected(Status.NOT_FOUND), KeyError("bug")]
+)
+def test_a_grpc_client_reads_the_code_that_an_http_client_does(error: Exception) -> None:
+    assert dict(grpc_reply(error).metadata)["x-smg-error-code"] == http_reply(error).code
+
+
 def test_a_method_that_is_not_allowed_names_those_that_are() -> None:
     reply = http_reply(faults.MethodNotAllowed("no", allowed=["GET", "HEAD"]))
 
@@ -117,7 +138,7 @@ def test_a_message_that_is_no_text_is_still_told() -> None:
 @pytest.mark.parametrize("status", [None, Status.NOT_FOUND])
 def test_a_message_that_quotes_megabytes_keeps_its_beginning_and_its_end(status: Status | None) -> None:
     message = f"model {'x' * 1_000_000!r} is not served here; served: tiny-english"
-    error = errors.ModelNotFound(message)
+    error: errors.RouterError = errors.ModelNotFound(message)
     if status is not None:
         error = errors.WorkerRejected(message, status=status, leg="decode")
 

@@ -133,6 +133,10 @@ class TestUserMetadata:
         with pytest.raises(ValueError, match="metadata key"):
             encode_metadata([(key, "1")])
 
+    def test_of_the_protocols_own_names_a_handler_may_set_when_to_come_back(self):
+        sent = encode_metadata({"grpc-retry-pushback-ms": "250"})
+        assert decode_metadata(sent) == [("grpc-retry-pushback-ms", "250")]
+
     @pytest.mark.parametrize("value", ["ä", "a\nb", "\x7f", "\x00", " a", "a ", " "])
     def test_values_that_are_not_printable_ascii_are_refused(self, value):
         with pytest.raises(ValueError, match="x-a"):

@@ -75,6 +75,7 @@ class _Generate:
                 await call.send(encode(GenerateResponse(complete=end)))
         except RouterError as exc:
             reply = grpc_reply(exc)
+            call.trailing_metadata = reply.metadata
             raise GRPCError(reply.status, reply.message, reply.details) from exc
 
     async def _relay(self, call: ServerCall, message: bytes) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from grpclib.const import Status
 
 from ..errors import RouterError, WorkerRejected
+from ..rpc.metadata import PUSHBACK_KEY
 from .faults import MethodNotAllowed
 
 HTTP_OF_GRPC: Final = MappingProxyType(
@@ -45,6 +46,9 @@ MAX_MESSAGE_CHARS: Final = 1000
 INTERNAL_MESSAGE: Final = "internal error"
 """All that a client learns of an exception nobody planned."""
 
+CODE_TRAILER: Final = "x-smg-error-code"
+"""The machine code, where gRPC has no place for it. HTTP has a header of the same name."""
+
 REASONS: Final = MappingProxyType({status.value: status.phrase for status in HTTPStatus})
 
 
@@ -61,11 +65,12 @@ class HttpReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcReply:
-    """An error as the end of a gRPC call; `details` is what grpclib's GRPCError takes."""
+    """An error as the end of a gRPC call; `details` is what GRPCError takes, `metadata` goes into its trailers."""
 
     status: Status
     message: str
     details: object = None
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 def is_planned(error: BaseException) -> bool:
@@ -85,11 +90,12 @@ def http_reply(error: BaseException) -> HttpReply:
 def grpc_reply(error: BaseException) -> GrpcReply:
     """Map any exception to a gRPC status; a worker's own status is passed on as it came."""
     leaf = single(error)
+    if not isinstance(leaf, RouterError):
+        return GrpcReply(status=Status.INTERNAL, message=INTERNAL_MESSAGE, metadata=((CODE_TRAILER, RouterError.code),))
+    status, details = leaf.grpc_status, None
     if isinstance(leaf, WorkerRejected):
-        return GrpcReply(status=leaf.status, message=_clipped(leaf.message), details=leaf.details)
-    if isinstance(leaf, RouterError):
-        return GrpcReply(status=leaf.grpc_status, message=_clipped(leaf.message))
-    return GrpcReply(status=Status.INTERNAL, message=INTERNAL_MESSAGE)
+        status, details = leaf.status, leaf.details
+    return GrpcReply(status=status, message=_clipped(leaf.message), details=details, metadata=_trailers(leaf))
 
 
 def error_event(error: BaseException) -> bytes:
@@ -109,12 +115,19 @@ def single(error: BaseException) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, RouterError)), leaves[0])
 
 
+def _trailers(error: RouterError) -> tuple[tuple[str, str], ...]:
+    code = (CODE_TRAILER, error.error_code.encode("ascii", "replace").decode())
+    if error.retry_after is None:
+        return (code,)
+    # gRPC's own clients obey this by themselves, where they are set to retry.
+    return (code, (PUSHBACK_KEY, str(max(1, math.ceil(error.retry_after * 1000)))))
+
+
 def _extra_headers(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     headers: list[tuple[bytes, bytes]] = []
-    retry_after = getattr(error, "retry_after", None)
-    if retry_after is not None:
+    if error.retry_after is not None:
         # The header has whole seconds only, and 0 would invite a busy loop.
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", ", ".join(error.allowed).encode("ascii")))
     return tuple(headers)
@@ -124,7 +137,7 @@ def _http_reply(status: int, *, code: str, message: str, extra: tuple[tuple[byte
     body = msgspec.json.encode(
         {"error": {"type": REASONS.get(status, "Error"), "code": code, "message": message, "param": None}}
     )
-    headers = ((b"content-type", b"application/json"), (b"x-smg-error-code", code.encode("ascii", "replace")), *extra)
+    headers = ((b"content-type", b"application/json"), (CODE_TRAILER.encode(), code.encode("ascii", "replace")), *extra)
     return HttpReply(status=status, code=code, message=message, headers=headers, body=body)
 
 

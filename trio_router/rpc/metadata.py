@@ -34,6 +34,8 @@ MAX_MESSAGE_BYTES: Final = 3072
 MAX_DETAILS_BYTES: Final = 3072
 """Binary details; longer ones are left out, for a part of them would say something else."""
 
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+"""Of the protocol's names the one that a handler sets: in how many milliseconds to try again (gRFC A6)."""
 _RESERVED: Final = frozenset({"te", "content-type", "user-agent", "content-length", "connection", "host"})
 
 # What an HTTP status says when a peer (or a proxy before it) did not answer in gRPC at all.
@@ -125,7 +127,7 @@ def encode_metadata(metadata: MetadataLike) -> Headers:
 
 def _encode_pair(key: str, value: str | bytes) -> tuple[bytes, bytes]:
     lowered = key.lower()
-    if lowered in _RESERVED or lowered.startswith(("grpc-", ":")) or not _is_key(lowered):
+    if _is_protocols(lowered) or not _is_key(lowered):
         raise ValueError(f"metadata key {key!r} is reserved or not made of 0-9 a-z _ . -")
     if lowered.endswith("-bin"):
         if not isinstance(value, bytes):
@@ -141,6 +143,10 @@ def _encode_pair(key: str, value: str | bytes) -> tuple[bytes, bytes]:
     return lowered.encode(), value.encode()
 
 
+def _is_protocols(key: str) -> bool:
+    return key in _RESERVED or (key.startswith(("grpc-", ":")) and key != PUSHBACK_KEY)
+
+
 def _is_key(key: str) -> bool:
     return bool(key) and all(c in "0123456789abcdefghijklmnopqrstuvwxyz_.-" for c in key)
 
@@ -150,7 +156,7 @@ def decode_metadata(headers: Headers) -> list[tuple[str, str | bytes]]:
     result: list[tuple[str, str | bytes]] = []
     for raw_key, raw_value in headers:
         key = raw_key.decode("latin-1")
-        if key.startswith((":", "grpc-")) or key in _RESERVED:
+        if _is_protocols(key):
             continue
         if key.endswith("-bin"):
             # Several values of one key may come as one, joined by commas.

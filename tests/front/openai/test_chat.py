@@ -10,6 +10,8 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from trio_router.dispatch.retry import RetrySettings
+from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import DecodeFailed, WorkerRejected, WorkerUnavailable
 from trio_router.front.openai.schema import ChatRequest
 from trio_router.front.wire import HttpRequest
@@ -394,6 +396,31 @@ async def test_case_d3_a_shed_request_is_told_when_to_come_back(autojump_clock, 
     assert (response.status, response.json["error"]["code"]) == (503, "no_available_workers")
     assert response.header("retry-after") == "10"
     assert response.header("x-request-id") is not None
+
+
+@pytest.mark.parametrize("asked", [HELLO, STREAM])
+@pytest.mark.parametrize(("status", "expected"), [(Status.UNAVAILABLE, 503), (Status.RESOURCE_EXHAUSTED, 429)])
+async def test_case_d3_when_every_worker_is_busy_the_last_ones_word_is_told_at_once(
+    autojump_clock, serve, asked, status, expected
+) -> None:
+    async def busy(call, request) -> None:
+        raise GRPCError(status, "worker is saturated: 256 requests are waiting")
+
+    workers = [plain_worker(busy, name=name, model="tiny-english") for name in ("one", "two")]
+    settings = RouterSettings(retry=RetrySettings(busy_retry_after=2.5))
+    async with open_scene(*workers, router=settings) as scene:
+        client = await (await serve(scene.router)).connect()
+        before = trio.current_time()
+
+        response = await client.post(CHAT, asked)
+
+        assert trio.current_time() == pytest.approx(before, abs=0.001), "nobody was waited for"
+        assert (response.status, response.header("retry-after")) == (expected, "3")
+        assert response.header("x-smg-error-code") == "worker_overload_protection_shed"
+        assert response.json["error"]["code"] == "worker_overload_protection_shed"
+        assert "worker is saturated" in response.json["error"]["message"]
+        assert [len(worker.requests) for worker in workers] == [1, 1]
+        client.leave()
 
 
 async def test_case_d2_a_workers_refusal_keeps_its_meaning(autojump_clock, serve, scripted) -> None:
