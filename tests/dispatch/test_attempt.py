@@ -9,10 +9,18 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from trio_router.dispatch.handoff import HandoffSettings
+from trio_router.dispatch.handoff import HandoffSettings, OnEmptyPrefill
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
-from trio_router.errors import DecodeFailed, HandoffInvalid, PrefillFailed, WorkerRejected, WorkerUnavailable
+from trio_router.errors import (
+    DecodeFailed,
+    HandoffInvalid,
+    PrefillFailed,
+    Unsupported,
+    WorkerRejected,
+    WorkerUnavailable,
+)
+from trio_router.fleet.worker import WorkerRole
 from trio_router.http2.frames import ErrorCode
 from trio_router.rpc.channel import ChannelSettings
 from trio_router.rpc.memory import MemoryNetwork
@@ -326,6 +334,28 @@ class TestTelling:
             assert record.prefill_started_at is not None
             assert record.decode_started_at is None
             assert (record.prefill_worker, record.attempts) == ("prefill:1", 2)
+
+
+class TestMoriio:
+    """Its connector must be refused whole, whichever worker has it."""
+
+    @pytest.mark.parametrize(("role", "n"), [("prefill", 1), ("decode", 1), ("decode", 3)])
+    async def test_it_is_refused_whoever_has_it_and_however_many_samples_are_wanted(self, autojump_clock, role, n):
+        names = {each: "MoRIIOConnector" if each == role else "NixlConnector" for each in ("prefill", "decode")}
+        prefill, decode = prefill_worker(connector=names["prefill"]), decode_worker(connector=names["decode"])
+        async with open_scene(prefill, decode) as scene:
+            error = await fail(scene, Unsupported, n=n)
+            assert error.error_code == "moriio_grpc_pd_unsupported"
+            assert prefill.requests == decode.requests == []
+
+    async def test_a_decode_worker_with_it_serves_no_request_whole_either(self, autojump_clock):
+        settings = RouterSettings(handoff=HandoffSettings(on_empty_prefill=OnEmptyPrefill.DECODE_LOCAL))
+        prefill, decode = prefill_worker(), decode_worker(connector="MoRIIOConnector")
+        async with open_scene(prefill, decode, router=settings) as scene:
+            for worker in scene.router.registry.workers:
+                worker.ready = worker.spec.role is WorkerRole.DECODE
+            await fail(scene, Unsupported)
+            assert decode.requests == []
 
 
 class SlowNetwork(MemoryNetwork):

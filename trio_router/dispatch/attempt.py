@@ -15,7 +15,7 @@ from ..errors import HandoffMissing, Unsupported
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
-from .connectors import Connector
+from .connectors import Connector, connector_of
 from .decode import ALONE, PAIRED, DecodeLeg
 from .handoff import Handoff, HandoffBook, OnMissingHandoff
 from .janitor import Janitor
@@ -88,6 +88,7 @@ class Attempt:
         Raises a RouterError that says what went wrong; `blamed` is the worker to avoid then.
         """
         self._timeline.decode_worker = self.decode.worker.name
+        self._check_connectors()
         if self._prefill is not None:
             await self._run_prefill(self._prefill)
         await self._run_decode(self._decode_message())
@@ -116,13 +117,24 @@ class Attempt:
             on_fault=lambda: self._registry.note_failure(self.decode.worker),
         )
 
+    def _check_connectors(self) -> None:
+        """Refuse MoRI-IO for every request, also for one that a decode worker would serve whole: reading, its connector
+        takes every prompt for loaded from a peer, KV params or none (vLLM 0.32.0), and the answer would be wrong.
+        """
+        if self.decode.worker.spec.role is WorkerRole.PLAIN:
+            return
+        for worker in (self._prefill.worker if self._prefill else None, self.decode.worker):
+            if (
+                worker is not None
+                and connector_of(worker.facts.kv_connector if worker.facts else "") is Connector.MORIIO
+            ):
+                raise Unsupported(
+                    f"{worker.spec.role} worker {worker.name} uses MoRIIOConnector, which needs both legs at one time"
+                    " and cannot be had over gRPC: start the workers with another KV connector",
+                    code="moriio_grpc_pd_unsupported",
+                )
+
     async def _run_prefill(self, leg: PrefillLeg) -> None:
-        if leg.plan.connector is Connector.MORIIO:
-            raise Unsupported(
-                f"prefill worker {leg.worker.name} uses MoRIIOConnector, which needs both legs at one time and cannot"
-                " be had over gRPC: start the workers with another KV connector",
-                code="moriio_grpc_pd_unsupported",
-            )
         timeline = self._timeline
         timeline.prefill_worker = leg.worker.name
         timeline.prefill_started_at = trio.current_time()
