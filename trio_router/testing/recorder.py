@@ -19,6 +19,8 @@ class Recorder(Observer):
         self.failures: list[str] = []
         self.blamed: list[str] = []
         self.missing: list[str] = []
+        self.skipped: list[str] = []
+        self.breakers: list[tuple[str, str]] = []
         self.pairs: list[tuple[str, float]] = []
         self.readiness: list[tuple[str, bool]] = []
         self.connections: list[tuple[str, str, str | None]] = []
@@ -34,6 +36,12 @@ class Recorder(Observer):
 
     def handoff_missing(self, *, worker: str) -> None:
         self.missing.append(worker)
+
+    def prefill_skipped(self, *, reason: str) -> None:
+        self.skipped.append(reason)
+
+    def breaker_changed(self, *, worker: str, state: str) -> None:
+        self.breakers.append((worker, state))
 
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         self.failures.append(code)

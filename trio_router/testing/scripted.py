@@ -117,8 +117,14 @@ class ScriptedWorker:
     connector: str = "NixlConnector"
     engine_id: str = "engine-1"
     block_size: int = 16
+    data_parallel_size: int = 0
+    rank: int | None = None
+    """The data-parallel rank in its URL."""
+    bootstrap_port: int | None = None
     healthy: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
+    """The same requests as they came."""
     aborted: list[str] = field(default_factory=list)
     on_abort: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
     """Runs before an Abort is answered."""
@@ -130,6 +136,12 @@ class ScriptedWorker:
     def address(self) -> str:
         """Where it is dialed."""
         return f"{self.name or self.role.value}:1"
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """How an operator would tell the router of it."""
+        pinned = "" if self.rank is None else f"@{self.rank}"
+        return WorkerSpec(url=f"grpc://{self.address}{pinned}", role=self.role, bootstrap_port=self.bootstrap_port)
 
     @property
     def releases(self) -> list[GenerateRequest]:
@@ -154,12 +166,14 @@ class ScriptedWorker:
             self._running.cancel()
 
     async def _generate(self, call: ServerCall) -> None:
-        received = decode(GenerateRequest, await call.receive() or b"")
-        self.requests.append(received)
+        message = await call.receive() or b""
+        request = decode(GenerateRequest, message)
+        self.received.append(message)
+        self.requests.append(request)
         try:
-            await self.script(call, received)
+            await self.script(call, request)
         finally:
-            self.ended.append(received.request_id)
+            self.ended.append(request.request_id)
 
 
 class _Engine(VllmEngineBase):
@@ -180,7 +194,10 @@ class _Engine(VllmEngineBase):
     async def get_server_info(self, get_server_info_request: GetServerInfoRequest) -> GetServerInfoResponse:
         worker = self._worker
         return GetServerInfoResponse(
-            kv_connector=worker.connector, kv_engine_id=worker.engine_id, block_size=worker.block_size
+            kv_connector=worker.connector,
+            kv_engine_id=worker.engine_id,
+            data_parallel_size=worker.data_parallel_size,
+            block_size=worker.block_size,
         )
 
 
@@ -230,8 +247,7 @@ async def open_scene(
     """
     network = network or MemoryNetwork()
     recorder = Recorder()
-    specs = tuple(WorkerSpec(url=f"grpc://{worker.address}", role=worker.role) for worker in workers)
-    settings = replace(router or RouterSettings(), workers=specs)
+    settings = replace(router or RouterSettings(), workers=tuple(worker.spec for worker in workers))
     with plain_errors():
         async with trio.open_nursery() as own:
             home = nursery or own
