@@ -117,7 +117,7 @@ class HandoffMissing(RouterError):
 
     grpc_status = Status.INTERNAL
     http_status = 502
-    code = "handoff_missing"
+    code = "pd_decode_missing_kv_transfer_params"
 
 
 class RequestTimeout(RouterError):

@@ -102,7 +102,9 @@ class Registry:
             raise self._nobody(role, members, model=model, is_known=bool(serving))
         open_to_it = [worker for worker in self._trusted(role, ready) if worker.name not in busy]
         if not open_to_it:
-            raise WorkerUnavailable(f"every {role} worker that is ready has been asked and is busy")
+            raise WorkerUnavailable(
+                f"every {role} worker that is ready has been asked and is busy", code="worker_overload_protection_shed"
+            )
         candidates = [
             Candidate(worker=worker.name, load=worker.in_flight, failed_before=worker.name in failed)
             for worker in open_to_it
