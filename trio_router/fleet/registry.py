@@ -207,7 +207,7 @@ class Registry:
             worker.ready = ready
             # Who answers when it is back may be another process.
             if ready:
-                worker.breaker.reset()
+                self._note(worker, lambda _: worker.breaker.reset())
             else:
                 self._forget(worker)
             self._changed.set()
