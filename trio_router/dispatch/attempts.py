@@ -48,7 +48,9 @@ class Attempts:
     async def first_frame(self, live: LiveRequest, view: RequestView, *, model: str | None) -> GenerateStream:
         """Try until a first frame is here; the attempt that has it, or is under way, is in `live`.
 
-        A worker that is busy is left for another at once, each one no more than once; after a failure comes a pause.
+        A worker that is busy is left for another at once, each one no more than once. After a failure comes a pause,
+        and those that were busy before it may have room then.
+
         Raises the last attempt's error; WorkerBusy when nobody has room; BadRequest, ModelNotFound or WorkerUnavailable
         when there is nobody to try.
         """
@@ -72,6 +74,7 @@ class Attempts:
                 return attempt.stream(request_id=live.client_id)
             if verdict is Verdict.FAILED:
                 await trio.sleep(backoff(self._retry, failures=failures, chance=self._chance()))
+                busy.clear()
 
     def _goes_on(
         self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, busy: set[str]
@@ -98,7 +101,7 @@ class Attempts:
         failed = timeline.workers_tried
         timeline.forget_attempt()
         role = WorkerRole.DECODE if self._registry.disaggregated else WorkerRole.PLAIN
-        decode = self._registry.take(role, model=model, failed=failed, busy=busy)
+        decode = self._take(role, model=model, failed=failed, busy=busy)
         prefill: Lease | None = None
         if role is WorkerRole.DECODE:
             try:
@@ -120,6 +123,15 @@ class Attempts:
             timeline=timeline,
         )
 
+    def _take(self, role: WorkerRole, *, model: str | None, failed: list[str], busy: set[str]) -> Lease:
+        try:
+            return self._registry.take(role, model=model, failed=failed, busy=busy)
+        except WorkerUnavailable as exc:
+            if busy and exc.retry_after is None:
+                # Of those it was between, some have no room, and the others have gone meanwhile.
+                exc.retry_after = self._retry.busy_retry_after
+            raise
+
     def _reserve_prefill(
         self, view: RequestView, *, model: str | None, failed: list[str], busy: set[str]
     ) -> Lease | None:
@@ -129,7 +141,7 @@ class Attempts:
             self._observer.prefill_skipped(reason="several_samples")
             return None
         try:
-            return self._registry.take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
+            return self._take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
         except WorkerUnavailable:
             if self._book.settings.on_empty_prefill is OnEmptyPrefill.FAIL:
                 raise
