@@ -285,7 +285,10 @@ class TestHandoffs:
         assert decode.requests[0].kv_transfer_params_json is None
 
     async def test_i6_older_shapes_are_relayed_with_one_warning(self, autojump_clock, caplog):
-        old = '{"do_remote_prefill": true, "remote_host": "h",  "remote_port": 5}'
+        old = (
+            '{"do_remote_prefill": true,  "remote_block_ids": [1, 2, 3], "remote_engine_id": "e", "remote_host": "h",'
+            ' "remote_port": 5}'
+        )
         decode = decode_worker()
         async with open_scene(prefill_worker(send(complete(kv_transfer_params_json=old))), decode) as scene:
             for _ in range(3):

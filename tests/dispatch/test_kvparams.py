@@ -101,10 +101,59 @@ def test_i6_params_that_are_no_object_are_refused(params):
     assert read_params(params).fault(prompt_tokens=1) is not None
 
 
-def test_older_shapes_are_relayed():
-    params = read_params('{"remote_host": "h", "remote_port": 1}')
-    assert not params.are_modern
-    assert params.fault(prompt_tokens=5, block_size=16) is None
+FOREIGN = {"remote_host": "h", "remote_port": 1}
+FLAT = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [4, 5, 6],
+    "remote_engine_id": "engine",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+def without(*keys: str) -> dict[str, object]:
+    return {key: value for key, value in GOOD.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        FOREIGN,
+        FLAT,
+        {**FLAT, "remote_request_id": "req-1"},
+        without("tp_size"),
+        without("transfer_mode"),
+        without("transfer_mode", "remote_num_tokens"),
+    ],
+)
+def test_older_and_foreign_shapes_are_relayed(params):
+    read = read_params(json.dumps(params))
+    assert not read.are_modern
+    assert read.fault(prompt_tokens=40, block_size=16) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "key"),
+    [
+        ({"do_remote_prefill": True}, "remote_request_id"),
+        ({**FOREIGN, "do_remote_prefill": True}, "remote_request_id"),
+        (without("tp_size", "remote_request_id"), "remote_request_id"),
+        ({**without("transfer_mode"), "remote_block_ids": None}, "remote_block_ids"),
+        ({**without("transfer_mode"), "remote_block_ids": [[4]]}, "cover 16 of 40"),
+        ({**without("transfer_mode", "remote_num_tokens"), "remote_block_ids": [[4]]}, "cover 16 of 40"),
+        ({**without("tp_size"), "remote_num_tokens": 41}, "remote_num_tokens"),
+        ({**GOOD, "remote_block_ids": [4, 5, 6]}, "list of lists"),
+        ({**FLAT, "remote_block_ids": []}, "remote_request_id"),
+        ({**FLAT, "remote_port": "5600"}, "remote_port"),
+        ({**FLAT, "remote_request_id": 7}, "remote_request_id"),
+        ({**FLAT, "do_remote_prefill": None}, "do_remote_prefill"),
+    ],
+)
+def test_i6_a_pull_that_lacks_the_newest_keys_must_be_whole_all_the_same(params, key):
+    """A real decode engine died of the first, of the third and of the fourth."""
+    assert key in (read_params(json.dumps(params)).fault(prompt_tokens=40, block_size=16) or "")
 
 
 @given(st.text())

@@ -5,11 +5,14 @@ Invariant I6. The worker's own text is what is relayed; reading it changes nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
+# What a pull is made of. Any one of them, and an engine will take the whole for a pull.
+_PULL_KEYS: Final = frozenset({"do_remote_prefill", "remote_block_ids", "remote_engine_id", "remote_request_id"})
 _NO_OBJECT: Final[dict[str, Any]] = {}
 
 
@@ -45,14 +48,23 @@ class KvParams:
     def fault(self, *, prompt_tokens: int, block_size: int = 0) -> str | None:
         """Why they must not reach an engine; None when they may.
 
-        Real engines die of params that lack or misshape these keys. Older shapes have other rules and are only required
-        to be a JSON object. A `block_size` of 0 is not known, and then nobody can tell whether the blocks suffice.
+        Real engines die of params that lack or misshape these keys. Those of a pull are known by any of its own keys,
+        whatever connector is said to have made them; params of another connector are only required to be a JSON object.
+        A `block_size` of 0 is not known, and then nobody can tell whether the blocks suffice.
         """
         if self.unreadable is not None:
             return self.unreadable
-        if not self.are_modern:
+        if not self.values.keys() & _PULL_KEYS:
             return None
-        return next(filter(None, _faults(self.values, prompt_tokens=prompt_tokens, block_size=block_size)), None)
+        return next(filter(None, _faults(self, prompt_tokens=prompt_tokens, block_size=block_size)), None)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether they name the blocks in one flat list, as engines did that had no request id or mode to send. A list
+        like that among the newer keys is a mistake, of which engines die.
+        """
+        blocks = self.values.get("remote_block_ids")
+        return not self.are_modern and isinstance(blocks, list) and bool(blocks) and all(map(_is_count, blocks))
 
 
 def read_params(text: str) -> KvParams:
@@ -66,18 +78,21 @@ def read_params(text: str) -> KvParams:
     return KvParams(text=text, values=values)
 
 
-def _faults(params: dict[str, Any], *, prompt_tokens: int, block_size: int) -> list[str | None]:
-    blocks, tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
-    return [
-        None if params.get("do_remote_prefill") is True else "do_remote_prefill is not true",
-        None if _is_text(params.get("remote_request_id")) else "remote_request_id is missing",
-        None if _is_text(params.get("remote_engine_id")) else "remote_engine_id is missing",
-        None if _is_text(params.get("remote_host")) else "remote_host is missing",
-        None if _is_port(params.get("remote_port")) else "remote_port is not a port number",
-        _block_fault(blocks)
-        or _tokens_fault(tokens, prompt_tokens=prompt_tokens)
-        or _coverage_fault(blocks, tokens, block_size=block_size),
-    ]
+def _faults(params: KvParams, *, prompt_tokens: int, block_size: int) -> Iterator[str | None]:
+    values, old = params.values, params.is_flat
+    yield None if values.get("do_remote_prefill") is True else "do_remote_prefill is not true"
+    for key in ("remote_request_id", "remote_engine_id", "remote_host"):
+        if not (old and key == "remote_request_id" and key not in values):
+            yield None if _is_text(values.get(key)) else f"{key} is missing"
+    yield None if _is_port(values.get("remote_port")) else "remote_port is not a port number"
+    if old:
+        return
+    blocks = values.get("remote_block_ids")
+    yield _block_fault(blocks)
+    tokens = values.get("remote_num_tokens")
+    if params.are_modern or tokens is not None:
+        yield _tokens_fault(tokens, prompt_tokens=prompt_tokens)
+    yield _coverage_fault(blocks, tokens or prompt_tokens, block_size=block_size)
 
 
 def _is_text(value: object) -> bool:
