@@ -38,7 +38,7 @@ def run(steps) -> None:
 
 def stream_of(batches: list[list[bytes]], *, choices: int = 1) -> GenerateStream:
     timeline = Timeline(request_id="r", received_at=0.0)
-    return GenerateStream(Call(batches), request_id="r", timeline=timeline, choices=choices, leg="decode", on_fault=int)
+    return GenerateStream(Call(batches), request_id="r", timeline=timeline, choices=choices, leg="decode", on_end=bool)
 
 
 async def read_all(stream: GenerateStream) -> None:

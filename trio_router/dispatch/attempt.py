@@ -114,8 +114,14 @@ class Attempt:
             timeline=self._timeline,
             choices=self._view.n,
             leg=self.decode.name,
-            on_fault=lambda: self._registry.note_failure(self.decode.worker),
+            on_end=self._note_stream,
         )
+
+    def _note_stream(self, well: bool) -> None:
+        """The breaker hears of a decode leg when that has ended: a worker that always fails after its first token would
+        otherwise be well again with each one.
+        """
+        (self._registry.note_success if well else self._registry.note_failure)(self.decode.worker)
 
     def _check_connectors(self) -> None:
         """Refuse MoRI-IO for every request, also for one that a decode worker would serve whole: reading, its connector
@@ -174,7 +180,6 @@ class Attempt:
             self.state = AttemptState.FAILED
             raise
         self.state = AttemptState.STREAMING
-        self._registry.note_success(leg.worker)
         timeline.first_frame_at = trio.current_time()
 
     def _report_dispatch(self) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 from ..errors import DecodeError, DecodeFailed, RouterError
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
-from ..protocol.wire import is_complete, one_token_end, scan_chunk
+from ..protocol.wire import get_string, is_complete, one_token_end, scan_chunk
 from ..rpc.call import ClientCall, Sink
 from ..rpc.link import Flush
 from ..rpc.metadata import RpcError
@@ -18,6 +18,8 @@ from .timeline import Timeline
 
 _CHUNK: Final = b"\x0a"
 """The first byte of every chunk frame."""
+_FINISH_REASON: Final = (2, 2)
+"""GenerateResponse.complete.finish_reason."""
 _MAX_ENDS: Final = 8
 """One for each choice of a request, as long as it does not ask for more."""
 
@@ -49,15 +51,16 @@ class GenerateStream:
         timeline: Timeline,
         choices: int,
         leg: str,
-        on_fault: Callable[[], None],
+        on_end: Callable[[bool], None],
     ) -> None:
+        """`on_end` is told once how the worker did, when that is known: True when it ended the stream as it should."""
         self.request_id = request_id
         self.timeline = timeline
         self.last_complete: bytes | None = None
         """The last complete frame so far; one comes for every choice that has ended."""
         self._call = call
         self._leg = leg
-        self._on_fault = on_fault
+        self._on_end = on_end
         self._open_choices = choices
         self._ended = False
 
@@ -154,8 +157,10 @@ class GenerateStream:
 
     def _finish(self) -> None:
         if self._open_choices > 0:
+            self._on_end(False)
             raise DecodeFailed(f"the worker ended the stream before {self._open_choices} of its choices had ended")
         self._ended = True
+        self._on_end(not _ends_in_error(self.last_complete))
 
     def _broken(self, exc: RpcError | DecodeError) -> RouterError:
         error: RouterError
@@ -164,5 +169,13 @@ class GenerateStream:
         else:
             error = leg_error(exc, leg=self._leg, worker=self.timeline.decode_worker or "", started=True)
         if judge(error) is Verdict.FAILED:
-            self._on_fault()
+            self._on_end(False)
         return error
+
+
+def _ends_in_error(complete: bytes | None) -> bool:
+    """Whether it says that the engine failed, which comes in a stream that is otherwise well; or cannot be read."""
+    try:
+        return complete is not None and get_string(complete, _FINISH_REASON) == "error"
+    except DecodeError:
+        return True
