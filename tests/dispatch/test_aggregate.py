@@ -67,3 +67,11 @@ def test_logprobs_of_all_chunks_are_joined():
     assert answer.output_logprobs.token_ids == [1, 2]
     assert answer.output_logprobs.token_logprobs == [-0.5, -0.25]
     assert [top.token_ids for top in answer.output_logprobs.top_logprobs] == [[1], [2]]
+
+
+def test_the_prompt_is_counted_by_whoever_computed_it():
+    """A decode worker counts all that it was handed as cached."""
+    aggregator = Aggregator()
+    aggregator.feed([chunk(ids=[1], cached_tokens=3), complete(ids=[1], cached_tokens=3)])
+    [answer] = [decode(GenerateResponse, data).complete for data in aggregator.frames(prompt_counts=(30, 2))]
+    assert (answer.prompt_tokens, answer.cached_tokens) == (30, 2)

@@ -323,6 +323,14 @@ class TestTelling:
             await fail(scene, WorkerRejected)
             assert scene.recorder.pairs == [("nixl", pytest.approx(2.0))] * 4, "the first attempt sent none"
 
+    async def test_the_prompt_is_counted_by_the_worker_that_computed_it(self, autojump_clock):
+        prefill = prefill_worker(send(complete(kv_transfer_params_json=handoff_params(), cached_tokens=5)))
+        decode = decode_worker(send(chunk(7, cached_tokens=40), complete(cached_tokens=40)))
+        async with open_scene(prefill, decode) as scene, scene.router.generate(a_request()) as stream:
+            assert stream.prompt_counts == (40, 5)
+        async with open_scene(plain_worker()) as scene, scene.router.generate(a_request()) as stream:
+            assert stream.prompt_counts is None
+
     async def test_a_request_without_a_prefill_leg_is_no_pair(self, autojump_clock):
         async with open_scene(plain_worker()) as scene:
             await collect(scene.router, a_request())

@@ -41,10 +41,16 @@ class Aggregator:
                 self._take(decode(GenerateResponse, data))
         return True
 
-    def frames(self) -> list[bytes]:
-        """The complete frames of all choices that have ended."""
-        ended = [(index, choice) for index, choice in sorted(self._choices.items()) if choice.complete is not None]
-        return [encode(GenerateResponse(complete=_whole(choice))) for _, choice in ended]
+    def frames(self, *, prompt_counts: tuple[int, int] | None = None) -> list[bytes]:
+        """The complete frames of all choices that have ended. `prompt_counts` are tokens of the prompt and how many of
+        them were cached, where somebody else than the worker of these frames knows.
+        """
+        ended = [choice for _, choice in sorted(self._choices.items()) if choice.complete is not None]
+        wholes = [_whole(choice) for choice in ended]
+        if prompt_counts is not None:
+            for whole in wholes:
+                whole.prompt_tokens, whole.cached_tokens = prompt_counts
+        return [encode(GenerateResponse(complete=whole)) for whole in wholes]
 
     def _choice(self, index: int) -> _Choice:
         return self._choices.setdefault(index, _Choice())

@@ -87,7 +87,7 @@ class _Generate:
             else:
                 whole = Aggregator()
                 await stream.pump(whole.feed)
-                for frame in whole.frames():
+                for frame in whole.frames(prompt_counts=stream.prompt_counts):
                     await call.send(frame)
 
 

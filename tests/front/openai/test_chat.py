@@ -177,6 +177,20 @@ async def test_usage_comes_last_when_asked_for(autojump_clock, serve, scripted, 
     assert all("usage" not in event for event in events[:-2])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_prompt_is_counted_by_whoever_computed_it(
+    autojump_clock, serve, scripted, frames, read_events, monkeypatch, stream
+) -> None:
+    """Behind a pair a decode worker counts all that it was handed as cached."""
+    monkeypatch.setattr("tests.front.openai.conftest.ScriptedStream.prompt_counts", (6, 2), raising=True)
+    client = await (await serve(scripted(frames.text("Hello world", cached=6)))).connect()
+
+    body = (await client.post(CHAT, {**HELLO, "stream": stream, "stream_options": {"include_usage": True}})).body
+
+    usage = (read_events(body)[-2] if stream else msgspec.json.decode(body))["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (6, 2)
+
+
 async def test_an_event_leaves_as_soon_as_its_token_comes(
     autojump_clock, serve, scripted, frames, request_bytes
 ) -> None:
