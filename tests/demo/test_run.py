@@ -28,13 +28,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestAsAProcess:
-    def test_once_for_machines_is_one_json_object_that_tells_of_both_legs(self):
-        done = run("--once", "--json", "--max-tokens", "6")
+    @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+    def test_once_for_machines_is_one_json_object_that_tells_of_both_legs(self, connector):
+        done = run("--once", "--json", "--max-tokens", "6", "--connector", connector)
         assert (done.returncode, done.stderr) == (0, "")
         [line] = done.stdout.splitlines()
         story = json.loads(line)
         assert story["ok"] is True
         assert story["problems"] == []
+        assert story["connector"] == connector
         assert story["prefill_worker"].startswith("prefill-")
         assert story["decode_worker"].startswith("decode-")
         assert story["tokens"] == 6

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..config import COUNT, SWITCH, TEXT, Row, Section, Values
+from ..config import COUNT, SWITCH, TEXT, Row, Section, Values, choice
 from ..demo.run import DemoSettings
+from ..engine.settings import Connector
 from ..rows import LOG_SECTION
 
 DEMO_SECTIONS: Final = (
@@ -16,6 +17,12 @@ DEMO_SECTIONS: Final = (
         rows=(
             Row(name="prompt", kind=TEXT, default="Tell me a story about the old harbour.", help="what to ask"),
             Row(name="max_tokens", kind=COUNT, default=48, help="longest answer"),
+            Row(
+                name="connector",
+                kind=choice(*(connector.value for connector in Connector if connector.moves_state)),
+                default=Connector.NIXL.value,
+                help="how state gets to decode workers: they pull it (nixl), or prefill workers push it (mooncake)",
+            ),
             Row(
                 name="once", kind=SWITCH, default=False, help="exit after the chat: 0 if all went as it should, else 1"
             ),
@@ -35,6 +42,7 @@ def demo_settings(values: Values) -> DemoSettings:
     return DemoSettings(
         prompt=values["prompt"],
         max_tokens=values["max_tokens"],
+        connector=Connector(values["connector"]),
         once=values["once"],
         json=values["json"],
     )

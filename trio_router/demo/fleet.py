@@ -11,7 +11,7 @@ import trio
 
 from ..dispatch.router import RouterSettings
 from ..engine.model import load_model
-from ..engine.settings import Role, WorkerSettings
+from ..engine.settings import Connector, Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..fleet.worker import WorkerRole, WorkerSpec
 from ..observe.hooks import Observer, RequestRecord
@@ -27,16 +27,22 @@ _INTER_TOKEN_SECONDS: Final = 0.015
 
 
 class Witness(Observer):
-    """Keeps the records of ended requests and how their handoffs ended; `ended` wakes whoever waits for one."""
+    """Keeps the records of ended requests, how state went between their legs and how their handoffs ended; `ended`
+    wakes whoever waits for one.
+    """
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
+        self.connectors: list[str] = []
         self.handoffs: list[str] = []
         self.ended = trio.Event()
 
     def request_ended(self, record: RequestRecord) -> None:
         self.records.append(record)
         self.ended.set()
+
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+        self.connectors.append(connector)
 
     def handoff_ended(self, *, outcome: str) -> None:
         self.handoffs.append(outcome)
@@ -61,8 +67,8 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet() -> AsyncIterator[Fleet]:
-    """Two prefill and two decode workers and a router in front of them, ready for requests."""
+async def open_fleet(*, connector: Connector) -> AsyncIterator[Fleet]:
+    """Two prefill and two decode workers with that connector and a router in front of them, ready for requests."""
     model = await trio.to_thread.run_sync(load_model)
     witness = Witness()
     async with AsyncExitStack() as stack:
@@ -72,6 +78,7 @@ async def open_fleet() -> AsyncIterator[Fleet]:
                 settings = WorkerSettings(
                     name=f"{role.value}-{number}",
                     role=role,
+                    connector=connector,
                     prefill_tokens_per_second=_PREFILL_TOKENS_PER_SECOND,
                     inter_token_seconds=_INTER_TOKEN_SECONDS,
                 )
@@ -88,9 +95,15 @@ async def open_fleet() -> AsyncIterator[Fleet]:
 
 
 def _settings(workers: list[Worker]) -> ServiceSettings:
-    roles = {Role.PREFILL: WorkerRole.PREFILL, Role.DECODE: WorkerRole.DECODE}
-    specs = [WorkerSpec(url=f"grpc://{worker.address}", role=roles[Role(worker.settings.role)]) for worker in workers]
     return ServiceSettings(
-        router=RouterSettings(workers=tuple(specs)),
+        router=RouterSettings(workers=tuple(map(_spec, workers))),
         listen=ListenSettings(host=HOST, port=0, grpc_port=0, prometheus_host=HOST, prometheus_port=0),
     )
+
+
+def _spec(worker: Worker) -> WorkerSpec:
+    """A prefill worker that pushes is found by its transfer port; to one that is pulled from the number is nothing."""
+    if worker.settings.role == Role.DECODE:
+        return WorkerSpec(url=f"grpc://{worker.address}", role=WorkerRole.DECODE)
+    port = int(worker.transfer_address.rpartition(":")[2])
+    return WorkerSpec(url=f"grpc://{worker.address}", role=WorkerRole.PREFILL, bootstrap_port=port)

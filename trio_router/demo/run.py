@@ -10,6 +10,7 @@ from typing import Any, Final, TextIO
 import msgspec
 import trio
 
+from ..engine.settings import Connector
 from ..engine.worker import Worker
 from ..errors import RouterError
 from ..observe.hooks import Outcome, RequestRecord
@@ -32,10 +33,11 @@ _INDENT: Final = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What to ask, and whether to go on serving afterwards."""
+    """What to ask, of workers with which connector, and whether to go on serving afterwards."""
 
     prompt: str
     max_tokens: int
+    connector: Connector = Connector.NIXL
     once: bool
     json: bool
 
@@ -46,7 +48,7 @@ async def demo(settings: DemoSettings, *, say: Callable[[str], None], out: TextI
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, plain_errors():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_at_signal, signals, nursery.cancel_scope)
-            async with open_fleet() as fleet:
+            async with open_fleet(connector=settings.connector) as fleet:
                 story = await _chat(fleet, settings=settings, out=out)
                 status = 0 if story.ok else 1
                 _tell(story, settings=settings, say=say, plain=not _can_draw(out))
@@ -159,6 +161,7 @@ def _story(fleet: Fleet, *, settings: DemoSettings, answer: Answer, failure: str
         prompt=settings.prompt,
         text=answer.text,
         finish_reason=answer.finish_reason,
+        connector=next(iter(fleet.witness.connectors), None),
         prefill_worker=fleet.name_of(record.prefill_worker) if record else None,
         decode_worker=fleet.name_of(record.decode_worker) if record else None,
         prompt_tokens=answer.prompt_tokens,

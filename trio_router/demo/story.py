@@ -47,6 +47,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     text: str
     finish_reason: str | None
+    connector: str | None
     prefill_worker: str | None
     decode_worker: str | None
     prompt_tokens: int
@@ -70,8 +71,8 @@ def problems_of(story: Story) -> list[str]:
         "no decode worker took part": story.decode_worker is not None,
         "no token came": story.tokens > 0 and bool(story.text),
         f"the answer ended with {story.finish_reason!r}": story.finish_reason in ("stop", "length"),
-        f"{story.kv_pulls} KV pulls instead of one": story.kv_pulls == 1,
-        "no KV state was pulled": story.pulled_tokens > 0,
+        f"{story.kv_pulls} KV transfers instead of one": story.kv_pulls == 1,
+        "no KV state came over": story.pulled_tokens > 0,
         f"{story.recomputed_prompt_tokens} prompt tokens were computed twice": story.recomputed_prompt_tokens == 0,
         f"{story.ledger_entries} handoffs are still held": story.ledger_entries == 0,
         f"{expired} handoffs expired": expired == 0,
@@ -129,7 +130,7 @@ def _bar(start: float, length: float, *, plain: bool) -> str:
 
 
 def _tallies(story: Story) -> Iterator[str]:
-    heads = ("", "requests", "prompt tokens", "KV pulled", "tokens made", "held")
+    heads = ("", "requests", "prompt tokens", "KV received", "tokens made", "held")
     yield _row(heads)
     for worker in story.workers:
         yield _row(
