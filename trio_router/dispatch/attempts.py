@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import trio
 
-from ..errors import RouterError, WorkerBusy, WorkerUnavailable
+from ..errors import ModelNotFound, RouterError, WorkerBusy, WorkerUnavailable
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
@@ -142,7 +142,7 @@ class Attempts:
             return None
         try:
             return self._take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
-        except WorkerUnavailable:
+        except (WorkerUnavailable, ModelNotFound):
             if self._book.settings.on_empty_prefill is OnEmptyPrefill.FAIL:
                 raise
             self._observer.prefill_skipped(reason="empty_prefill_pool")
