@@ -113,11 +113,18 @@ class HandoffInvalid(RouterError):
 
 
 class HandoffMissing(RouterError):
-    """The prefill leg ended well and handed nothing over, and the operator wants no prompt computed twice."""
+    """The prefill leg ended well and handed nothing over, and the operator wants no prompt computed twice.
+
+    `asked` tells whether its worker had been asked for a handoff, and so is at fault.
+    """
 
     grpc_status = Status.INTERNAL
     http_status = 502
     code = "pd_decode_missing_kv_transfer_params"
+
+    def __init__(self, message: str, *, asked: bool) -> None:
+        super().__init__(message)
+        self.asked = asked
 
 
 class RequestTimeout(RouterError):

@@ -164,7 +164,8 @@ class Attempt:
         if leg.plan.wants_handoff and self._settings.on_missing is OnMissingHandoff.FAIL:
             raise HandoffMissing(
                 f"prefill worker {leg.worker.name} ({leg.plan.connector}) handed nothing over, and --on-missing-handoff"
-                " fail wants no prompt computed twice"
+                " fail wants no prompt computed twice",
+                asked=leg.plan.asks is not None,
             )
 
     async def _run_decode(self, message: bytes) -> None:

@@ -110,7 +110,9 @@ def judge(error: RouterError) -> Verdict:
         return Verdict.BUSY
     if isinstance(error, WorkerRejected):
         return Verdict.FAILED if error.status in _FAILED else Verdict.REFUSED
-    failed = isinstance(error, (WorkerUnavailable, PrefillFailed, DecodeFailed, HandoffInvalid, HandoffMissing))
+    if isinstance(error, HandoffMissing):
+        return Verdict.FAILED if error.asked else Verdict.REFUSED
+    failed = isinstance(error, (WorkerUnavailable, PrefillFailed, DecodeFailed, HandoffInvalid))
     return Verdict.FAILED if failed else Verdict.REFUSED
 
 
