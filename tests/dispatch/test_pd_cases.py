@@ -1,0 +1,577 @@
+"""Public cases of prefill/decode dispatch, with either connector, on reference and scripted workers (A1 to A17)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import betterproto
+import msgspec
+import pytest
+import trio
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_router.dispatch.handoff import HandoffSettings, OnEmptyPrefill, OnMissingHandoff
+from trio_router.dispatch.legs import decode_leg, parse_request, prefill_leg
+from trio_router.dispatch.retry import RetrySettings
+from trio_router.dispatch.router import RouterSettings
+from trio_router.engine.settings import Faults, WorkerSettings
+from trio_router.errors import HandoffMissing, PrefillFailed, WorkerRejected, WorkerUnavailable
+from trio_router.fleet.worker import WorkerRole
+from trio_router.front.app import HttpFront
+from trio_router.http2.frames import ErrorCode
+from trio_router.protocol.codec import decode
+from trio_router.protocol.messages import GenerateRequest
+from trio_router.protocol.wire import edit
+from trio_router.testing import Cluster, collect, open_cluster
+from trio_router.testing.scripted import (
+    Scene,
+    a_request,
+    answer,
+    chunk,
+    complete,
+    decode_worker,
+    hand_over,
+    handoff_params,
+    open_scene,
+    prefill_worker,
+)
+
+CONNECTORS = ("nixl", "mooncake")
+ONCE = RouterSettings(retry=RetrySettings(attempts=1))
+both_connectors = pytest.mark.parametrize("connector", CONNECTORS)
+
+
+def decode_side(cluster: Cluster | Scene):
+    """The router's record of its (first) decode worker."""
+    return next(each for each in cluster.router.registry.workers if each.spec.role is WorkerRole.DECODE)
+
+
+class TestClientGoneBetweenTheLegs:
+    """A1: whoever holds the only reference to blocks gives them back."""
+
+    @asynccontextmanager
+    async def held_between_legs(self, cluster: Cluster) -> AsyncIterator[trio.CancelScope]:
+        """A request whose prefill leg has ended and whose decode leg waits for a connection."""
+        client, harvested = decode_side(cluster).client, trio.Event()
+
+        async def connect() -> None:
+            harvested.set()
+            await trio.sleep_forever()
+
+        client.connect = connect
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, cluster.router, cluster.request("a prompt of its own"))
+            with trio.fail_after(10):
+                await harvested.wait()
+            del client.connect
+            yield nursery.cancel_scope
+            nursery.cancel_scope.cancel()
+
+    @both_connectors
+    @pytest.mark.parametrize("cold", [True, False], ids=["pair never met", "pair has met"])
+    async def test_case_a1_what_nobody_will_fetch_is_released_within_a_second(self, autojump_clock, connector, cold):
+        async with open_cluster(connector=connector) as cluster:
+            if not cold:
+                await collect(cluster.router, cluster.request())
+            prefill, decode = cluster.prefill[0], cluster.decode[0]
+            pulls, tokens = decode.counters.pulls, decode.counters.generated_tokens
+            async with self.held_between_legs(cluster) as scope:
+                assert len(prefill.ledger) == 1
+                scope.cancel()
+            assert cluster.router.in_flight == 0
+            await trio.sleep(1)
+            assert len(prefill.ledger) == 0
+            assert (prefill.counters.released, prefill.counters.lease_expired) == (1, 0)
+            assert (decode.counters.pulls, decode.counters.generated_tokens) == (pulls, tokens)
+            assert cluster.recorder.handoffs[not cold :] == ["released"]
+            assert cluster.leaks() == []
+
+    @both_connectors
+    async def test_case_a1_the_same_when_its_time_is_up_or_the_router_ends(self, autojump_clock, connector):
+        for end in ("abort", "shut_down"):
+            async with open_cluster(connector=connector) as cluster:
+                with pytest.RaisesGroup(
+                    pytest.RaisesExc(Exception, match=r"aborted|shutting down"), allow_unwrapped=True
+                ):
+                    async with self.held_between_legs(cluster):
+                        if end == "abort":
+                            await cluster.router.abort(["request-1"])
+                        else:
+                            cluster.router.shut_down()
+                        await trio.sleep_forever()
+                await trio.sleep(1)
+                assert cluster.prefill[0].counters.released == 1
+                assert cluster.recorder.handoffs == ["released"]
+                assert cluster.leaks() == []
+
+    @both_connectors
+    @pytest.mark.parametrize("cold", [True, False], ids=["pair never met", "pair has met"])
+    async def test_case_a1_a_decode_worker_that_answers_400_before_admission(self, autojump_clock, connector, cold):
+        async with open_cluster(connector=connector) as cluster:
+            if not cold:
+                await collect(cluster.router, cluster.request())
+            prefill, decode = cluster.prefill[0], cluster.decode[0]
+            pulls, tokens = decode.counters.pulls, decode.counters.generated_tokens
+            core = decode.engine.core
+            core.settings = replace(core.settings, max_context_length=4)
+            with pytest.raises(WorkerRejected) as caught:
+                await collect(cluster.router, cluster.request("a prompt of its own"))
+            assert (caught.value.status, caught.value.leg) == (Status.INVALID_ARGUMENT, "decode")
+            await trio.sleep(1)
+            assert len(prefill.ledger) == 0
+            assert (prefill.counters.released, prefill.counters.lease_expired) == (1, 0)
+            assert (decode.counters.pulls, decode.counters.generated_tokens) == (pulls, tokens)
+            assert cluster.recorder.handoffs[not cold :] == ["released"]
+            assert cluster.leaks() == []
+
+
+class TestClientGoneInMidTransfer:
+    """A2, with both connectors; the bound of 30 s has tests beside the janitor's."""
+
+    @both_connectors
+    async def test_case_a2_nothing_ends_the_leg_before_its_first_frame_and_that_ends_it_at_once(
+        self, autojump_clock, connector
+    ):
+        async with open_cluster(connector=connector) as cluster:
+            decode = cluster.decode[0]
+            await collect(cluster.router, cluster.request())
+            decode.faults = Faults(hold_pull=True)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(collect, cluster.router, cluster.request("another prompt", max_tokens=500))
+                with trio.fail_after(10):
+                    while not decode.engine.core.pulling:  # noqa: ASYNC110  # a foreign object without an event
+                        await trio.sleep(0.001)
+                nursery.cancel_scope.cancel()
+            assert cluster.router.in_flight == 0
+            await trio.sleep(25)
+            assert decode.counters.aborts == 0
+            decode.faults = Faults()
+            await trio.sleep(0.1)
+            assert decode.counters.aborts == 1
+            assert cluster.recorder.handoffs == ["consumed", "consumed"]
+            assert cluster.leaks() == []
+
+
+@both_connectors
+async def test_case_a3_ten_long_prefills_that_are_left_are_stopped_and_cost_the_next_request_nothing(
+    autojump_clock, connector
+):
+    worker = WorkerSettings(name="slow", prefill_tokens_per_second=1_000.0)
+    long = "the harbour and the garden " * 400
+    async with open_cluster(connector=connector, worker=worker) as cluster:
+
+        async def first_token() -> float:
+            begin = trio.current_time()
+            async with cluster.router.generate(cluster.request("short", max_tokens=1)) as stream:
+                async for _ in stream:
+                    return trio.current_time() - begin
+            raise AssertionError
+
+        await first_token()
+        idle = await first_token()
+        served = cluster.decode[0].counters.generates
+        async with trio.open_nursery() as nursery:
+            for number in range(10):
+                nursery.start_soon(collect, cluster.router, cluster.request(f"{number} {long}"))
+            await trio.sleep(0.5)
+            nursery.cancel_scope.cancel()
+        await trio.sleep(0.01)
+        assert cluster.prefill[0].counters.aborts == 10
+        # What is computed in a step is: nothing is left behind it.
+        step = worker.max_batched_tokens / worker.prefill_tokens_per_second
+        assert await first_token() <= idle + step
+        assert cluster.decode[0].counters.generates == served + 1
+        await trio.sleep(1)
+        assert cluster.leaks() == []
+
+
+FAIL = RouterSettings(handoff=HandoffSettings(on_missing=OnMissingHandoff.FAIL))
+
+
+async def end_stopped(call, request) -> None:
+    await call.send(complete("stop"))
+
+
+async def hand_nothing_over(call, request) -> None:
+    await call.send(complete("length"))
+
+
+NOTHING_COMES = [
+    ("nixl", {"connector": "NixlConnector"}, hand_nothing_over),
+    ("mooncake", {"connector": "MooncakeConnector"}, end_stopped),
+    ("mooncake", {"connector": "MooncakeConnector", "engine_id": ""}, hand_nothing_over),
+    ("mooncake", {"connector": "MooncakeConnector", "data_parallel_size": 2}, hand_nothing_over),
+    ("passthrough", {"connector": "FancyConnector"}, hand_nothing_over),
+]
+nothing_comes = pytest.mark.parametrize(("mode", "fields", "script"), NOTHING_COMES)
+
+
+class TestNothingHandedOver:
+    """A7: never silently."""
+
+    @nothing_comes
+    async def test_case_a7_decode_recomputes_and_it_is_counted_by_mode(self, autojump_clock, mode, fields, script):
+        prefill, decode = prefill_worker(script, **fields), decode_worker()
+        async with open_scene(prefill, decode) as scene:
+            assert await collect(scene.router, a_request()) == [7, 8]
+            assert [connector for connector, _ in scene.recorder.pairs] == [mode]
+            assert scene.recorder.handoffs == []
+        assert decode.requests[0].kv_transfer_params_json is None
+
+    @nothing_comes
+    async def test_case_a7_when_it_must_not_decode_never_hears_of_it(self, autojump_clock, mode, fields, script):
+        prefill, decode = prefill_worker(script, **fields), decode_worker()
+        async with open_scene(prefill, decode, router=FAIL) as scene:
+            with pytest.raises(HandoffMissing) as caught:
+                await collect(scene.router, a_request())
+            assert caught.value.http_status == 502
+            assert decode.requests == []
+            assert scene.leaks() == []
+
+    @pytest.mark.parametrize(("mode", "fields", "script"), NOTHING_COMES[2:])
+    async def test_case_a7_where_nothing_was_asked_for_it_stays_a_502(self, autojump_clock, mode, fields, script):
+        """Such a worker does as it is told: no breaker may open for it."""
+        prefill = prefill_worker(script, **fields)
+        async with open_scene(prefill, decode_worker(), router=FAIL) as scene:
+            for _ in range(20):
+                with pytest.raises(HandoffMissing):
+                    await collect(scene.router, a_request())
+            assert len(prefill.requests) == 20, "another try finds the same"
+            assert scene.recorder.breakers == []
+
+    async def test_case_a7_a_store_misses_nothing(self, autojump_clock):
+        async with open_scene(
+            prefill_worker(end_stopped, connector="FlexKVConnector"), decode_worker(), router=FAIL
+        ) as s:
+            assert await collect(s.router, a_request()) == [7, 8]
+            assert s.recorder.missing == []
+
+    @both_connectors
+    async def test_case_a7_what_comes_is_used_and_nothing_is_computed_twice(self, autojump_clock, connector):
+        async with open_cluster(connector=connector, router=FAIL) as cluster:
+            for number in range(5):
+                assert await collect(cluster.router, cluster.request(f"prompt {number} about the garden"))
+            assert [each for each, _ in cluster.recorder.pairs] == [connector] * 5
+            assert cluster.decode[0].counters.recomputed_prompt_tokens == 0
+            assert cluster.decode[0].counters.pulls == 5
+
+    async def test_case_a7_over_http_it_is_a_502(self, autojump_clock):
+        async with open_cluster(router=FAIL) as cluster, http_front(cluster) as address:
+            cluster.prefill[0].faults = Faults(drop_handoff=True)
+            status, body = await post(cluster, address, "/v1/completions", {"prompt": "hello", "max_tokens": 4})
+            assert status == 502
+            assert body["error"]["code"] == HandoffMissing.code
+
+
+class FixedText:
+    ready = True
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    async def get(self, model: str):
+        return self.tokenizer
+
+
+@asynccontextmanager
+async def http_front(cluster: Cluster) -> AsyncIterator[str]:
+    async with trio.open_nursery() as nursery:
+        listener = cluster.network.listen("http:1")
+        await nursery.start(HttpFront(cluster.router, FixedText(cluster.model.tokenizer)).serve, listener)
+        yield listener.address
+        nursery.cancel_scope.cancel()
+
+
+async def post(cluster: Cluster, address: str, path: str, fields: dict) -> tuple[int, dict]:
+    body = msgspec.json.encode({"model": "tiny-english", **fields})
+    client = await cluster.network.dial(address)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    client.send_nowait(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    received = b""
+    while True:
+        await client.wait_readable()
+        piece = client.recv_nowait(65_536)
+        if piece == b"":
+            break
+        received += piece or b""
+    head, _, rest = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), msgspec.json.decode(rest)
+
+
+class TestSeveralSamples:
+    """A9: a handoff has one consumer."""
+
+    @both_connectors
+    async def test_case_a9_three_samples_share_nothing(self, autojump_clock, connector):
+        async with open_cluster(connector=connector) as cluster:
+            request = cluster.request(max_tokens=5, n=3)
+            request.sampling_params.temperature = 0.8
+            async with cluster.router.generate(request) as stream:
+                ended = [frame.message().complete.index async for frame in stream if frame.is_complete]
+            assert sorted(ended) == [0, 1, 2]
+            assert cluster.prefill[0].counters.generates == 0
+            assert cluster.decode[0].counters.pulls == 0
+            assert cluster.recorder.skipped == ["several_samples"]
+            assert cluster.leaks() == []
+
+    @both_connectors
+    async def test_case_a9_each_prompt_of_a_batch_has_a_handoff_of_its_own(self, autojump_clock, connector):
+        prompts = ["the harbour at night", "a garden in spring", "the road over the mountains"]
+        async with open_cluster(connector=connector) as cluster, http_front(cluster) as address:
+            fields = {"prompt": prompts, "max_tokens": 6, "temperature": 0}
+            status, together = await post(cluster, address, "/v1/completions", fields)
+            assert status == 200
+            assert cluster.prefill[0].counters.pinned == 3
+            assert cluster.decode[0].counters.pulls == 3
+            assert cluster.recorder.handoffs == ["consumed"] * 3
+            for index, prompt in enumerate(prompts):
+                _, alone = await post(cluster, address, "/v1/completions", {**fields, "prompt": prompt})
+                [text] = [each["text"] for each in together["choices"] if each["index"] == index]
+                assert text == alone["choices"][0]["text"]
+            assert cluster.leaks() == []
+
+
+def fails_first(times: int, failure, then):
+    left = [times]
+
+    async def script(call, request):
+        if request.sampling_params.max_tokens == 0:
+            await answer(call, request)
+        if left[0]:
+            left[0] -= 1
+            await failure(call, request)
+        else:
+            await then(call, request)
+
+    return script
+
+
+async def internal(call, request) -> None:
+    raise GRPCError(Status.INTERNAL, "")
+
+
+async def reset(call, request) -> None:
+    call._link.connection.reset(call._stream, ErrorCode.INTERNAL_ERROR)
+    call._link.flush()
+    await trio.sleep_forever()
+
+
+async def end_silently(call, request) -> None:
+    pass
+
+
+LOCAL = RouterSettings(handoff=HandoffSettings(on_empty_prefill=OnEmptyPrefill.DECODE_LOCAL))
+
+
+class TestPrefillNotToBeHad:
+    """A10: an explicit policy, and never a whole prompt dumped on a decode worker because a prefill worker failed."""
+
+    @pytest.mark.parametrize("settings", [RouterSettings(), LOCAL], ids=["fail", "decode-local"])
+    @pytest.mark.parametrize("failure", [internal, reset, end_silently])
+    async def test_case_a10_one_that_fails_twice_is_tried_again(self, autojump_clock, failure, settings):
+        prefill, decode = prefill_worker(fails_first(2, failure, hand_over)), decode_worker()
+        async with open_scene(prefill, decode, router=settings) as scene:
+            assert await collect(scene.router, a_request()) == [7, 8]
+            assert scene.recorder.records[0].attempts == 3
+            assert [bool(each.kv_transfer_params_json) for each in decode.requests] == [True]
+            assert scene.recorder.skipped == []
+
+    @pytest.mark.parametrize(("failure", "error"), [(internal, WorkerRejected), (end_silently, PrefillFailed)])
+    async def test_case_a10_one_that_always_fails_is_the_clients_error(self, autojump_clock, failure, error):
+        decode = decode_worker()
+        async with open_scene(prefill_worker(failure), decode) as scene:
+            with pytest.raises(error):
+                await collect(scene.router, a_request())
+            assert decode.requests == []
+
+    async def test_case_a10_an_empty_pool_fails_at_once_by_default(self, autojump_clock):
+        prefill, decode = prefill_worker(), decode_worker()
+        async with open_scene(prefill, decode) as scene:
+            prefill.healthy = False
+            await trio.sleep(60)
+            begin = trio.current_time()
+            with pytest.raises(WorkerUnavailable, match="no prefill worker is ready"):
+                await collect(scene.router, a_request())
+            assert trio.current_time() == begin
+            assert not scene.router.ready
+            assert decode.requests == []
+            assert scene.leaks() == []
+
+    async def test_case_a10_an_empty_pool_is_served_by_decode_where_that_is_wanted_and_it_is_counted(
+        self, autojump_clock
+    ):
+        prefill, decode = prefill_worker(), decode_worker()
+        async with open_scene(prefill, decode, router=LOCAL) as scene:
+            prefill.healthy = False
+            await trio.sleep(60)
+            assert scene.router.ready
+            assert await collect(scene.router, a_request()) == [7, 8]
+            assert scene.recorder.skipped == ["empty_prefill_pool"]
+            assert decode.requests[0].kv_transfer_params_json is None
+            prefill.healthy = True
+            await trio.sleep(10)
+            assert await collect(scene.router, a_request()) == [7, 8]
+            assert scene.recorder.skipped == ["empty_prefill_pool"]
+            assert scene.leaks() == []
+
+    async def test_case_a10_the_pool_is_that_of_the_requests_model(self, autojump_clock):
+        workers = [prefill_worker(model="a"), decode_worker(model="a", name="da"), decode_worker(model="b", name="db")]
+        async with open_scene(*workers, router=LOCAL) as scene:
+            assert sorted(scene.router.models()) == ["a", "b"]
+            for model in ("b", "a"):
+                async with scene.router.generate(a_request(), model=model) as stream:
+                    async for _ in stream:
+                        pass
+            assert scene.recorder.skipped == ["empty_prefill_pool"]
+
+
+def own_handoff(ids: list[str]):
+    """A prefill leg whose handoff is known by its request."""
+
+    async def script(call, request):
+        ids.append(request.request_id)
+        await call.send(complete(kv_transfer_params_json=handoff_params(remote_request_id=request.request_id)))
+
+    return script
+
+
+def reference_of(request: GenerateRequest) -> str:
+    params = json.loads(request.kv_transfer_params_json or "{}")
+    return params.get("transfer_id") or params["remote_request_id"]
+
+
+class TestOneUse:
+    """A15: after any decode attempt that may have consumed it, a retry starts again at prefill."""
+
+    @pytest.mark.parametrize("connector", ["NixlConnector", "MooncakeConnector"])
+    @pytest.mark.parametrize("failure", [reset, end_silently, internal, "error", "abort"], ids=str)
+    async def test_case_a15_no_reference_is_ever_offered_twice(self, autojump_clock, connector, failure):
+        async def consume_and_fail(call, request):
+            if isinstance(failure, str):
+                await call.send(chunk())
+                await call.send(complete(failure))
+            else:
+                await failure(call, request)
+
+        prefills: list[str] = []
+        prefill = prefill_worker(own_handoff(prefills), connector=connector)
+        workers = [decode_worker(fails_first(20, consume_and_fail, answer), name=f"d{number}") for number in (1, 2)]
+        async with open_scene(prefill, *workers) as scene:
+            for _ in range(20):
+                with trio.fail_after(60):
+                    try:
+                        await collect(scene.router, a_request())
+                    except Exception:  # noqa: BLE001  # five tries may all have failed; references are what counts
+                        await trio.sleep(1)
+            await trio.sleep(5)
+            offers = [each for worker in workers for each in worker.requests if each not in worker.releases]
+            references = [reference_of(each) for each in offers]
+            assert len(references) == len(set(references)) == len(prefill.requests) >= 20
+            assert len(set(prefills)) == len(prefills)
+            # Nor is one that was offered released as if it had not been, unless its worker refused it.
+            if failure is not internal:
+                assert scene.recorder.handoffs.count("released") == 0
+            assert scene.leaks() == []
+            assert len(scene.router.handoffs) == 0
+
+    @both_connectors
+    async def test_case_a15_decode_workers_that_die_after_the_pull(self, autojump_clock, connector):
+        """The reference workers reject what they have seen before."""
+        async with open_cluster(decode=2, connector=connector) as cluster:
+            cluster.decode[0].faults = Faults(error_rate=1.0)
+            for number in range(6):
+                assert await collect(cluster.router, cluster.request(f"prompt {number}"))
+            assert cluster.prefill[0].counters.pinned == len(cluster.recorder.handoffs)
+            assert cluster.recorder.handoffs.count("consumed") == 6
+            await trio.sleep(500)
+            assert len(cluster.prefill[0].ledger) == 0
+
+
+ODD_TEXT = '{"b": 1e2, "a": 12345678901234567890123, "\\u00e9": "é", "a": 1.0, "z":-0}'
+VARINT = st.integers(0, 2**64 - 1)
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value % 128 + 128)
+        value //= 128
+    out.append(value)
+    return bytes(out)
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+SAMPLING_FIELDS = st.one_of(
+    st.builds(field, st.sampled_from([8, 9, 12, 14, 22]), st.integers(0, 1000)),
+    st.builds(field, st.just(15), st.integers(0, 3)),
+    st.builds(field, st.sampled_from([10, 17]), st.binary(max_size=5).filter(bytes.isascii)),
+    st.builds(field, st.just(11), st.lists(st.integers(0, 127), max_size=4).map(bytes)),
+    st.builds(field, st.integers(300, 400), VARINT),
+)
+SAMPLING = st.lists(SAMPLING_FIELDS, max_size=8).map(b"".join)
+INPUT = st.builds(
+    lambda text, ids, later: field(1, text.encode()) + field(2, bytes(ids)) + later,
+    st.sampled_from(["hi", ODD_TEXT]),
+    st.lists(st.integers(0, 127), max_size=5),
+    st.builds(field, st.integers(300, 400), VARINT),
+)
+REQUEST_FIELDS = st.one_of(
+    st.builds(field, st.just(1), st.sampled_from([b"mine", b"\xc3\xa9"])),
+    st.builds(field, st.just(2), INPUT),
+    st.builds(field, st.just(4), SAMPLING),
+    st.builds(field, st.just(5), st.integers(0, 1)),
+    st.builds(field, st.just(6), st.just(field(1, b"evil") + field(2, 1))),
+    st.builds(field, st.just(8), st.sampled_from([b"{}", ODD_TEXT.encode()])),
+    st.builds(field, st.just(9), st.integers(0, 5)),
+    st.builds(field, st.integers(300, 400), st.binary(max_size=5)),
+)
+SET_BY_DECODE_LEG = {(1,): None, (5,): None, (6,): None, (8,): None}
+SET_BY_PREFILL_LEG = SET_BY_DECODE_LEG | {(4, number): None for number in (8, 9, 10, 11, 14, 15)}
+
+
+class TestBytesOfLegs:
+    """A17: fields in any order, several times, unknown, oddly spelled: each byte that is not edited stays."""
+
+    @given(st.lists(REQUEST_FIELDS, max_size=10).map(b"".join))
+    def test_case_a17_a_decode_leg_is_the_clients_bytes_outside_what_is_edited(self, message):
+        view = parse_request(message, disaggregated=False)
+        leg = decode_leg(view, attempt_id="a1", kv_params=ODD_TEXT)
+        assert edit(leg, SET_BY_DECODE_LEG) == edit(message, SET_BY_DECODE_LEG)
+        decoded = decode(GenerateRequest, leg)
+        assert (decoded.request_id, decoded.stream) == ("a1", True)
+        assert decoded.kv_transfer_params_json == ODD_TEXT
+        assert not decoded.kv_transfer_params.remote_host
+        # Of the client's own fields each means what it meant.
+        theirs = decode(GenerateRequest, message)
+        assert decoded.sampling_params == theirs.sampling_params
+        assert betterproto.which_one_of(decoded, "input") == betterproto.which_one_of(theirs, "input")
+        assert decoded.data_parallel_rank == theirs.data_parallel_rank
+
+    @given(st.lists(REQUEST_FIELDS, max_size=10).map(b"".join))
+    def test_case_a17_a_prefill_leg_keeps_all_but_what_could_end_it(self, message):
+        view = parse_request(message, disaggregated=False)
+        leg = prefill_leg(view, attempt_id="a1", kv_params=None, rank=3)
+        edited = SET_BY_PREFILL_LEG | {(9,): None}
+        assert strip_empty_sampling(edit(leg, edited)) == strip_empty_sampling(edit(message, edited))
+        decoded = decode(GenerateRequest, leg)
+        params = decoded.sampling_params
+        assert (params.max_tokens, params.min_tokens, params.n, params.ignore_eos) == (1, 0, 1, True)
+        assert (params.stop, params.stop_token_ids) == ([], [])
+        assert (decoded.stream, decoded.data_parallel_rank) == (False, 3)
+        assert decoded.kv_transfer_params_json is None
+
+
+def strip_empty_sampling(message: bytes) -> bytes:
+    """A request that had no sampling parameters has some on its prefill leg, which are empty without the edited."""
+    return message.replace(field(4, b""), b"")
