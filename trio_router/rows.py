@@ -134,7 +134,12 @@ _LISTEN_ROWS: Final = (
         metavars=("HOST",),
         help="address to listen on for metrics",
     ),
-    Row(name="prometheus_port", kind=PORT, default=_LISTEN.prometheus_port, help="metrics, at /metrics"),
+    Row(
+        name="prometheus_port",
+        kind=PORT,
+        default=_LISTEN.prometheus_port,
+        help="metrics, at /metrics; the handoffs that have not ended, at /debug/handoffs",
+    ),
 )
 _REQUEST_ROWS: Final = (
     Row(
@@ -198,7 +203,7 @@ _RETRY_ROWS: Final = (
         name="retry_budget_share",
         kind=FRACTION,
         default=_RETRY.budget_share,
-        help="retries there may be for each request, on the average",
+        help="retries that all requests together may make, for each request that comes",
     ),
     Row(
         name="retry_budget_floor",
@@ -206,13 +211,18 @@ _RETRY_ROWS: Final = (
         default=_RETRY.budget_floor,
         help="retries a second that there may be besides, however little traffic there is",
     ),
-    Row(name="disable_retries", kind=SWITCH, default=False, help="one attempt only"),
+    Row(
+        name="disable_retries",
+        kind=SWITCH,
+        default=False,
+        help="one attempt only; a worker that is busy is still left for another",
+    ),
     Row(
         name="busy_retry_after_secs",
         kind=SECONDS,
         default=_RETRY.busy_retry_after,
         flag=False,
-        help="when a client is asked to come back that found all workers busy",
+        help="when a client that found every worker of a leg busy is asked to come back",
     ),
 )
 _HANDOFF_ROWS: Final = (
@@ -227,7 +237,7 @@ _HANDOFF_ROWS: Final = (
         name="on_empty_prefill",
         kind=choice(*(action.value for action in OnEmptyPrefill)),
         default=_HANDOFF.on_empty_prefill.value,
-        help="when no prefill worker is ready: fail is an error (503); decode-local has a decode worker serve the"
+        help="when no prefill worker can be had: fail is an error (503); decode-local has a decode worker serve the"
         " request whole",
     ),
     Row(

@@ -76,6 +76,8 @@ class TestComplaints:
                 ["serve", *PAIR, "--tokenizer-path", "/no/such"],
                 "tokenizer_path: /no/such is not a directory with tokenizer files",
             ),
+            (["serve", *PAIR, "--on-missing-handoff", "x"], "--on-missing-handoff: 'x' is not one of recompute, fail"),
+            (["serve", "--prefill", "grpc://x:1@a"], "--prefill: worker URL grpc://…@a: workers take no credentials"),
             (["serve", *PAIR, "--host", "203.0.113.1"], "port: cannot listen on 203.0.113.1:30000: "),
             (["worker", "--host", "no..name"], "port: cannot listen on no..name:50051: "),
             (["demo", "--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not a text in UTF-8, not empty"),

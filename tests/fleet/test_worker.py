@@ -71,6 +71,10 @@ class TestSpec:
             WorkerSpec(url="grpc://me:secret@x:1", role=WorkerRole.PLAIN)
         assert "secret" not in caught.value.message
 
+    def test_who_misspells_a_rank_is_told_how_one_is_written(self):
+        with pytest.raises(ConfigError, match=r"^worker URL grpc://…@first: .* rank is grpc://host:port@N$"):
+            WorkerSpec(url="grpc://x:1@first", role=WorkerRole.PLAIN)
+
 
 class TestLease:
     def test_i8_a_slot_is_returned_once(self):

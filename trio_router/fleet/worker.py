@@ -72,7 +72,10 @@ class WorkerSpec:
         except ValueError as exc:
             raise ConfigError(f"worker URL {self.url!r}: {exc}") from exc
         if parts.username is not None or parts.password is not None:
-            raise ConfigError(f"worker URL grpc://…@{parts.hostname}:{port}: workers take no credentials")
+            shown = f"grpc://…@{parts.netloc.rpartition('@')[2]}"
+            raise ConfigError(
+                f"worker URL {shown}: workers take no credentials; a data-parallel rank is grpc://host:port@N"
+            )
         has_more = bool(parts.query or parts.fragment)
         if parts.scheme in ("unix", "grpc+unix") and parts.path and not parts.netloc and not has_more:
             return f"{UNIX_SCHEME}{parts.path}"
