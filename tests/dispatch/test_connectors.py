@@ -87,6 +87,14 @@ class TestMooncake:
         minted = json.loads(plan_legs(side, transfer_id="x").minted or "")
         assert minted["remote_bootstrap_addr"] == f"http://[fd00::1]:{DEFAULT_BOOTSTRAP_PORT}"
 
+    @pytest.mark.parametrize("dp_size", [0, 4])
+    def test_behind_a_unix_socket_there_is_no_host_to_name_and_nothing_is_carried(self, dp_size):
+        """A decode worker would look for `http://:8998`, and a servicer refuses an empty host."""
+        side = PrefillSide(connector=Connector.MOONCAKE, engine_id="e", dp_size=dp_size, host="")
+        plan = plan_legs(side, transfer_id="xfer-1")
+        assert (plan.asks, plan.minted, plan.address) == (None, None, None)
+        assert plan.wants_handoff
+
     def test_without_an_engine_to_name_decode_gets_the_typed_address_and_no_handoff(self):
         side = PrefillSide(connector=Connector.MOONCAKE, engine_id="e", dp_size=4, host="p", bootstrap_port=9000)
         plan = plan_legs(side, transfer_id="xfer-1")

@@ -112,6 +112,8 @@ def plan_legs(side: PrefillSide, *, transfer_id: str) -> Plan:
 
 def _plan_mooncake(side: PrefillSide, *, transfer_id: str) -> Plan:
     host = side.host
+    if not host:
+        return Plan(connector=Connector.MOONCAKE)  # behind a UNIX socket: no decode worker could find it
     port = side.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
     engine_id = effective_engine_id(side.engine_id, dp_size=side.dp_size, rank=side.rank)
     if engine_id is None:

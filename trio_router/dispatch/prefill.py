@@ -150,9 +150,10 @@ def _warn_of(plan: Plan, worker: Worker) -> None:
             worker.name,
             name,
         )
-    if plan.address is not None and worker.first_time("engine id"):
+    if plan.connector is Connector.MOONCAKE and plan.minted is None and worker.first_time("engine id"):
         _log.warning(
-            "prefill worker %s does not say which engine a transfer must name (no kv_engine_id, or several"
-            " data-parallel ranks and none pinned: give its URL with @rank): decode workers compute prompts again",
+            "it is not known what a transfer from prefill worker %s must name (no kv_engine_id; or several"
+            " data-parallel ranks and none pinned: give its URL with @rank; or a UNIX socket, which has no host):"
+            " decode workers compute prompts again",
             worker.name,
         )
