@@ -58,6 +58,25 @@ def test_the_commands_of_the_readme_name_what_exists():
         assert shown.returncode == 0, shown.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        command.replace("\\\n", " ").split()
+        for command in re.findall(r"^trio-router serve ((?:.*\\\n)*.*)", README, flags=re.MULTILINE)
+    ],
+    ids=" ".join,
+)
+def test_what_the_readme_gives_to_serve_is_right(arguments):
+    checked = subprocess.run(
+        [sys.executable, "-m", "trio_router", "check-config", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_the_files_that_the_readme_links_to_exist():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
