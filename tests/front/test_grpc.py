@@ -126,8 +126,10 @@ class TestStreaming:
         async with fronted(plain_worker()) as (_, channel):
             call = await channel.start(GENERATE)
             call.end_sending()
-            with pytest.raises(RpcError, match="without a GenerateRequest"):
+            with pytest.raises(RpcError, match="without a GenerateRequest") as caught:
                 await frames_of(call)
+            assert caught.value.status is Status.INVALID_ARGUMENT
+            assert dict(call.trailing_metadata)["x-smg-error-code"] == "invalid_request_parameters"
 
     async def test_a_bug_is_not_shown(self, autojump_clock, monkeypatch):
         def bug(*args, **kwargs):

@@ -16,7 +16,7 @@ from grpclib.exceptions import GRPCError
 from ..dispatch.aggregate import Aggregator
 from ..dispatch.legs import choices, client_streams
 from ..dispatch.router import Router
-from ..errors import RequestAborted, RouterError
+from ..errors import BadRequest, RequestAborted, RouterError, WorkerUnavailable
 from ..protocol.codec import encode
 from ..protocol.messages import (
     AbortRequest,
@@ -64,9 +64,9 @@ class _Generate:
 
     async def handle(self, call: ServerCall) -> None:
         message = await call.receive()
-        if message is None:
-            raise GRPCError(Status.INVALID_ARGUMENT, "the call ended without a GenerateRequest")
         try:
+            if message is None:
+                raise BadRequest("the call ended without a GenerateRequest")
             await self._relay(call, message)
         except RequestAborted:
             # What a worker does with an abort: an OK stream in which every choice ends with a frame that says so.
@@ -110,7 +110,7 @@ class _Engine(VllmEngineBase):
         for worker in self._router.registry.workers:
             if worker.ready and worker.facts is not None:
                 return worker.facts.model_info
-        raise GRPCError(Status.UNAVAILABLE, "no worker is ready, so the model is not known yet")
+        raise WorkerUnavailable("no worker is ready, so the model is not known yet")
 
     async def get_server_info(self, get_server_info_request: GetServerInfoRequest) -> GetServerInfoResponse:
         # The KV and media fields stay empty: behind a router they are the business of its workers.
