@@ -13,6 +13,7 @@ from trio_router.fleet.client import WorkerFacts
 from trio_router.fleet.registry import ProbeSettings, Registry
 from trio_router.fleet.worker import Worker, WorkerRole, WorkerSpec
 from trio_router.observe.hooks import Observer
+from trio_router.policy.breaker import BreakerSettings, BreakerState
 from trio_router.policy.round_robin import RoundRobin
 from trio_router.protocol.messages import GetModelInfoResponse
 from trio_router.testing import collect
@@ -196,7 +197,28 @@ class TestWatching:
         watched = Watched(facts(), DOWN, DOWN, facts(), DOWN, LinkError("gone"), DOWN, facts())
         await watched.run(61.0)
         assert watched.recorder.readiness == [("w:1", True), ("w:1", False), ("w:1", True)]
-        assert watched.client.asked_at[:8] == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 60.25])
+        assert watched.client.asked_at[:8] == pytest.approx([0.0, 10.0, 10.25, 10.5, 20.5, 20.75, 21.0, 21.25])
+
+    async def test_one_that_is_doubted_is_asked_at_once_and_no_more_often_for_it(self, autojump_clock):
+        watched = Watched(facts())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watched.run, 25.0)
+            await trio.sleep(3)
+            for _ in range(5):
+                watched.worker.doubt()
+            await trio.sleep(2)
+        assert watched.client.asked_at == pytest.approx([0.0, 3.0, 13.0, 23.0])
+
+    async def test_another_engine_at_its_address_has_a_closed_breaker(self, autojump_clock):
+        watched = Watched(facts(kv_engine_id="one"), facts(kv_engine_id="two"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watched.run, 15.0)
+            await trio.sleep(1)
+            for _ in range(BreakerSettings().failures):
+                watched.registry.note_failure(watched.worker)
+            assert watched.worker.breaker.state(0.0) is BreakerState.OPEN
+            await trio.sleep(10)
+            assert watched.worker.breaker.state(0.0) is BreakerState.CLOSED
 
     async def test_a_worker_that_flaps_between_two_probes_stays(self, autojump_clock):
         watched = Watched(facts(), *[DOWN, facts()] * 10)
@@ -291,6 +313,7 @@ class TestRestarts:
                 await trio.testing.wait_all_tasks_blocked()
                 each.engine_id = "engine-2"
                 await scene.start(each)
+                await trio.sleep(2)  # its absence has been noticed, and its return
                 assert await collect(scene.router, a_request()) == [7, 8]
             assert scene.recorder.failures == []
 

@@ -14,6 +14,7 @@ from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import RouterError, WorkerUnavailable
 from trio_router.http2.frames import ErrorCode
 from trio_router.http2.settings import Http2Settings
+from trio_router.policy.breaker import BreakerSettings, BreakerState
 from trio_router.protocol.codec import encode
 from trio_router.protocol.messages import GenerateRequest
 from trio_router.rpc import server as rpc_server
@@ -191,3 +192,43 @@ async def test_aborts_get_through_when_requests_use_every_stream(autojump_clock,
         assert len(prefill.aborted) == 3
         nursery.cancel_scope.cancel()
     assert prefill.aborted
+
+
+async def test_a_worker_that_dies_gets_no_requests_from_then_on(autojump_clock):
+    """With the probes' usual interval of ten seconds it got them for half a minute."""
+    prefill, decode = prefill_worker(), decode_worker()
+    async with open_scene(prefill, decode) as scene:
+        assert await tokens(scene) == DONE
+        decode.stop()
+        await trio.sleep(2)
+        assert not scene.router.ready
+        with pytest.raises(WorkerUnavailable, match="no decode worker is ready"):
+            await tokens(scene)
+
+
+async def test_a_worker_that_was_restarted_within_a_probes_interval_is_a_new_one_at_once(autojump_clock):
+    """Its breaker is closed: with that of the process before it, the loss of another worker was a whole outage."""
+    settings = RouterSettings(breaker=BreakerSettings(failures=1), retry=RetrySettings(attempts=1))
+    prefill, decode = prefill_worker(), decode_worker()
+    async with open_scene(prefill, decode, router=settings) as scene:
+        assert await tokens(scene) == DONE
+        decode.stop()
+        with pytest.raises(RouterError):
+            await tokens(scene)
+        [worker] = [each for each in scene.router.registry.workers if each.name == decode.address]
+        assert worker.breaker.state(trio.current_time()) is BreakerState.OPEN
+        decode.engine_id = "engine-2"
+        await scene.start(decode)
+        await trio.sleep(2)
+        assert await tokens(scene) == DONE
+
+
+async def test_a_connection_that_is_lost_and_made_again_costs_a_probe_and_no_request(autojump_clock):
+    prefill, decode = prefill_worker(), decode_worker()
+    async with open_scene(prefill, decode) as scene:
+        decode.stop()
+        await scene.start(decode)
+        for _ in range(5):
+            assert await tokens(scene) == DONE
+            await trio.sleep(0.1)
+        assert scene.router.ready

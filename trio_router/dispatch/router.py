@@ -23,7 +23,7 @@ from ..policy.breaker import BreakerSettings
 from ..policy.round_robin import RoundRobin
 from ..protocol.codec import decode, encode
 from ..protocol.messages import GenerateRequest, GenerateResponse
-from ..rpc.channel import ChannelSettings, StateChange, connect_channel
+from ..rpc.channel import ChannelSettings, ChannelState, StateChange, connect_channel
 from ..rpc.endpoint import dial
 from ..rpc.tls import ClientTls
 from ..rpc.transport import Dialer
@@ -369,12 +369,15 @@ def _make_worker(
     chance: Callable[[], float],
 ) -> Worker:
     def tell(change: StateChange) -> None:
-        observer.channel_changed(worker=change.address, state=change.state.value, reason=change.reason)
+        observer.channel_changed(worker=spec.name, state=change.state.value, reason=change.reason)
+        if change.state is not ChannelState.CONNECTING:
+            worker.doubt()
 
     channel = connect_channel(
         nursery, spec.address, dialer=dialer, settings=settings.channel_to(spec), on_state=tell, chance=chance
     )
-    return Worker(spec, client=WorkerClient(channel), breaker=settings.breaker)
+    worker = Worker(spec, client=WorkerClient(channel), breaker=settings.breaker)
+    return worker
 
 
 async def _watch(registry: Registry, worker: Worker, settings: ProbeSettings) -> None:

@@ -170,7 +170,10 @@ class Registry:
         ]
 
     async def watch(self, worker: Worker, *, settings: ProbeSettings) -> None:
-        """Keep a worker's facts and readiness up to date until cancelled. Every probe has the client's own deadline."""
+        """Keep a worker's facts and readiness up to date until cancelled. Every probe has the client's own deadline.
+
+        One that is doubted, or has failed a probe, is asked again soon: until it is known to be gone it gets requests.
+        """
         failures = 0
         while True:
             if await self._probe(worker):
@@ -180,7 +183,9 @@ class Registry:
                 failures += 1
                 if failures >= settings.failures:
                     self._set_ready(worker, False)
-            await trio.sleep(settings.interval if worker.ready else settings.startup_interval)
+            worker.doubted = trio.Event()
+            with trio.move_on_after(settings.interval if worker.ready and not failures else settings.startup_interval):
+                await worker.doubted.wait()
 
     async def _probe(self, worker: Worker) -> bool:
         try:
@@ -201,6 +206,7 @@ class Registry:
         known, worker.facts = worker.facts, facts
         if known is not None and known.kv_engine_id != facts.kv_engine_id:
             self._forget(worker)
+            self._note(worker, lambda _: worker.breaker.reset())
 
     def _set_ready(self, worker: Worker, ready: bool) -> None:
         if worker.ready is not ready:

@@ -8,6 +8,8 @@ from enum import StrEnum, unique
 from typing import Final
 from urllib.parse import urlsplit
 
+import trio
+
 from ..errors import ConfigError
 from ..policy.breaker import Breaker, BreakerSettings
 from ..rpc.transport import UNIX_SCHEME
@@ -100,6 +102,8 @@ class Worker:
         self.trouble: str | None = None
         """Why the last probe failed, in words for an operator."""
         self.in_flight = 0
+        self.doubted = trio.Event()
+        """Set when there is reason to ask it soon how it is."""
         self._met: dict[str, str] = {}
         self._said: set[str] = set()
 
@@ -123,6 +127,11 @@ class Worker:
             self._met.clear()
         else:
             self._met.pop(prefill_worker, None)
+
+    def doubt(self) -> None:
+        """Its connection has changed: it may be gone, or have come back as another process."""
+        if self.ready:
+            self.doubted.set()
 
     def first_time(self, what: str) -> bool:
         """True the first time it is asked about `what`: for a warning that is worth one line a worker."""
