@@ -63,20 +63,24 @@ class _Generate:
         self._router = router
 
     async def handle(self, call: ServerCall) -> None:
-        message = await call.receive()
         try:
-            if message is None:
-                raise BadRequest("the call ended without a GenerateRequest")
+            await self._answer(call)
+        except RouterError as exc:
+            reply = grpc_reply(exc)
+            call.trailing_metadata = reply.metadata
+            raise GRPCError(reply.status, reply.message, reply.details) from exc
+
+    async def _answer(self, call: ServerCall) -> None:
+        message = await call.receive()
+        if message is None:
+            raise BadRequest("the call ended without a GenerateRequest")
+        try:
             await self._relay(call, message)
         except RequestAborted:
             # What a worker does with an abort: an OK stream in which every choice ends with a frame that says so.
             for index in range(min(choices(message), MAX_CHOICES)):
                 end = GenerateComplete(finish_reason="abort", index=index)
                 await call.send(encode(GenerateResponse(complete=end)))
-        except RouterError as exc:
-            reply = grpc_reply(exc)
-            call.trailing_metadata = reply.metadata
-            raise GRPCError(reply.status, reply.message, reply.details) from exc
 
     async def _relay(self, call: ServerCall, message: bytes) -> None:
         timeout = None if math.isinf(call.deadline) else call.deadline - trio.current_time()
