@@ -75,17 +75,22 @@ def leg_error(exc: RpcError | LinkError, *, leg: str, worker: str, started: bool
     any frame had come.
     """
     code = (_STREAM_CODES if started else _START_CODES)[leg]
+    named = f"{_kind(leg)} {worker}"
     if isinstance(exc, LinkError):
-        return WorkerUnavailable(f"{leg} worker {worker}: {exc.message}", code=code)
+        return WorkerUnavailable(f"{named}: {exc.message}", code=code)
     if is_too_large(exc):
-        return TooLarge(f"the request is too large for {leg} worker {worker}: {exc.message}")
+        return TooLarge(f"the request is too large for {named}: {exc.message}")
     if exc.origin is Origin.LOCAL and exc.status is Status.RESOURCE_EXHAUSTED:
         # A limit of this side's. Whoever computes the answer again, it becomes no smaller.
-        return TooLarge(f"{leg} worker {worker}: {exc.message}", code="response_too_large")
-    message = exc.message or f"{leg} worker {worker} gave no reason"
+        return TooLarge(f"{named}: {exc.message}", code="response_too_large")
+    message = exc.message or f"{named} gave no reason"
     busy = exc.origin is Origin.PEER and exc.status in _BUSY and not started
     kind = WorkerBusy if busy else WorkerRejected
     return kind(message, status=exc.status, leg=leg, details=exc.details, code=code)
+
+
+def _kind(leg: str) -> str:
+    return leg if leg == "worker" else f"{leg} worker"
 
 
 def is_too_large(exc: RpcError) -> bool:
@@ -119,7 +124,7 @@ def judge(error: RouterError) -> Verdict:
 def shed(error: WorkerBusy, *, retry_after: float) -> WorkerBusy:
     """What the client is told when every worker is busy: the last one's status, and when to come back."""
     told = WorkerBusy(
-        f"no {error.leg} worker has room for it now; the last one said: {error.message}",
+        f"no {_kind(error.leg)} has room for it now; the last one said: {error.message}",
         status=error.status,
         leg=error.leg,
         details=error.details,
