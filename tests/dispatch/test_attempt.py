@@ -389,9 +389,9 @@ class TestFreshness:
         decode = decode_worker()
         network = SlowNetwork()
         async with open_scene(prefill_worker(), decode, router=settings, network=network) as scene:
+            network.delay = 7.0
             decode.stop()
             await trio.testing.wait_all_tasks_blocked()
-            network.delay = 7.0
             await scene.start(decode)
             error = await fail(scene, PrefillFailed)
             assert error.error_code == "handoff_expired"
