@@ -92,10 +92,10 @@ Way = Callable[[Cluster, int], Awaitable[bool]]
 Scene = Callable[[Cluster], Awaitable[None]]
 
 
-async def one_run(way: Way, k: int, *, scene: Scene) -> tuple[bool, list[str]]:
+async def one_run(way: Way, k: int, *, scene: Scene, connector: str) -> tuple[bool, list[str]]:
     # A slow worker spreads the phases over steps of their own.
     worker = WorkerSettings(name="template", inter_token_seconds=0.002, prefill_tokens_per_second=5_000.0)
-    async with open_cluster(worker=worker, decode=2 if scene is refused else 1) as cluster:
+    async with open_cluster(worker=worker, decode=2 if scene is refused else 1, connector=connector) as cluster:
         await scene(cluster)
         before = len(cluster.recorder.records)
         was_under_way = await way(cluster, k)
@@ -106,19 +106,19 @@ async def one_run(way: Way, k: int, *, scene: Scene) -> tuple[bool, list[str]]:
         if len(ended) > 1 or not OUTCOMES.issuperset(ended):
             leaks.append(f"terminal states {ended}")
         pinned = sum(worker.counters.pinned for worker in cluster.prefill)
-        if len(cluster.recorder.handoffs) != pinned:
-            leaks.append(f"{pinned} handoffs, told of {cluster.recorder.handoffs}")
+        if len(cluster.recorder.handoffs) != pinned or len(cluster.router.handoffs):
+            leaks.append(f"{pinned} handoffs, told of {cluster.recorder.handoffs}, {cluster.router.handoffs}")
         return was_under_way, leaks
 
 
-def every_step(way: Way, *, scene: Scene) -> tuple[int, dict[int, list[str]]]:
+def every_step(way: Way, *, scene: Scene, connector: str = "nixl") -> tuple[int, dict[int, list[str]]]:
     """Run the scenario for every k; returns how many there were, and what leaked at which."""
     leaks: dict[int, list[str]] = {}
     k = 0
     while True:
         k += 1
         clock = trio.testing.MockClock(autojump_threshold=0)
-        was_under_way, found = trio.run(lambda k=k: one_run(way, k, scene=scene), clock=clock)
+        was_under_way, found = trio.run(lambda k=k: one_run(way, k, scene=scene, connector=connector), clock=clock)
         if found:
             leaks[k] = found
         if not was_under_way:
@@ -126,19 +126,26 @@ def every_step(way: Way, *, scene: Scene) -> tuple[int, dict[int, list[str]]]:
 
 
 RUNS = [
-    (cancel_scope, met),
-    (cancel_scope, cold),
-    (cancel_scope, refused),
-    (reset_call, met),
-    (reset_call, cold),
-    (abort, met),
-    (shut_down, cold),
+    (cancel_scope, met, "nixl"),
+    (cancel_scope, cold, "nixl"),
+    (cancel_scope, refused, "nixl"),
+    (reset_call, met, "nixl"),
+    (reset_call, cold, "nixl"),
+    (abort, met, "nixl"),
+    (shut_down, cold, "nixl"),
+    (cancel_scope, met, "mooncake"),
+    (cancel_scope, cold, "mooncake"),
+    (cancel_scope, refused, "mooncake"),
+    (reset_call, cold, "mooncake"),
+    (abort, cold, "mooncake"),
 ]
 
 
-@pytest.mark.parametrize(("way", "scene"), RUNS, ids=[f"{way.__name__}-{scene.__name__}" for way, scene in RUNS])
-def test_i8_an_end_at_any_step_leaks_nothing(way, scene):
-    steps, leaks = every_step(way, scene=scene)
+@pytest.mark.parametrize(
+    ("way", "scene", "connector"), RUNS, ids=[f"{way.__name__}-{scene.__name__}-{name}" for way, scene, name in RUNS]
+)
+def test_i8_an_end_at_any_step_leaks_nothing(way, scene, connector):
+    steps, leaks = every_step(way, scene=scene, connector=connector)
     assert leaks == {}
     assert steps > 30, "the scenario has become too short to hit every phase"
 
