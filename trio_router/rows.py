@@ -273,7 +273,13 @@ _BREAKER_ROWS: Final = (
         default=_BREAKER.successes,
         help="requests that must go well after that while before the worker is trusted again",
     ),
-    Row(name="cb_timeout_duration_secs", kind=SECONDS, default=_BREAKER.pause, help="length of that while"),
+    Row(
+        name="cb_first_timeout_secs",
+        kind=SECONDS,
+        default=_BREAKER.first_pause,
+        help="length of that while at first; it doubles each time the worker fails again",
+    ),
+    Row(name="cb_timeout_duration_secs", kind=SECONDS, default=_BREAKER.pause, help="the longest it gets"),
     Row(
         name="cb_window_duration_secs",
         kind=SECONDS,

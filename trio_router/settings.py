@@ -178,6 +178,7 @@ def _breaker(values: Values) -> BreakerSettings:
     return BreakerSettings(
         failures=_NEVER if values["disable_circuit_breaker"] else values["cb_failure_threshold"],
         window=values["cb_window_duration_secs"],
+        first_pause=values["cb_first_timeout_secs"],
         pause=values["cb_timeout_duration_secs"],
         successes=values["cb_success_threshold"],
     )

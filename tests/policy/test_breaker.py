@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio_router.errors import ConfigError
 from trio_router.policy.breaker import Breaker, BreakerSettings, BreakerState
 
-SETTINGS = BreakerSettings(failures=3, window=100.0, pause=60.0, successes=2)
+SETTINGS = BreakerSettings(failures=3, window=100.0, first_pause=60.0, pause=60.0, successes=2)
 
 
 def opened(at: float = 0.0) -> Breaker:
@@ -70,6 +70,19 @@ def test_legs_that_began_before_it_opened_change_nothing():
     breaker.succeeded(50.0)
     assert breaker.state(59.0) is BreakerState.OPEN
     assert breaker.state(60.0) is BreakerState.HALF_OPEN
+
+
+def test_pauses_grow_while_it_keeps_failing_and_begin_anew_when_it_has_been_well():
+    breaker = Breaker(BreakerSettings(failures=1, first_pause=1.0, pause=5.0, successes=1))
+    now, pauses = 0.0, []
+    for _ in range(5):
+        breaker.failed(now)
+        pauses.append(breaker.retry_after(now))
+        now += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
+    breaker.succeeded(now)
+    breaker.failed(now)
+    assert breaker.retry_after(now) == 1.0
 
 
 def test_a_reset_forgets_everything():

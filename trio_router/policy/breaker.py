@@ -27,11 +27,14 @@ class BreakerState(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
     """`failures` in a row open it, none of them more than `window` seconds after the one before; it stays open for
-    `pause` seconds and then takes `successes` to close. The defaults are those of the field's gateways.
+    `first_pause` seconds and then takes `successes` to close. When it opens again before that, each pause is twice as
+    long as the one before, up to `pause`: where nobody else is left, what a worker fails for a moment must not become a
+    minute's outage. The other defaults are those of the field's gateways, which know only the long pause.
     """
 
     failures: int = 10
     window: float = 120.0
+    first_pause: float = 1.0
     pause: float = 60.0
     successes: int = 3
 
@@ -45,11 +48,12 @@ class BreakerSettings:
 class Breaker:
     """One worker's. All times are seconds on one clock."""
 
-    __slots__ = ("_failed_at", "_failures", "_opened_at", "_settings", "_successes")
+    __slots__ = ("_failed_at", "_failures", "_opened_at", "_openings", "_settings", "_successes")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
         self._opened_at: float | None = None
+        self._openings = 0
         self._failures = 0
         self._successes = 0
         self._failed_at = 0.0
@@ -61,11 +65,17 @@ class Breaker:
         """Where it is now."""
         if self._opened_at is None:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if now < self._opened_at + self._settings.pause else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if now < self._opened_at + self._pause else BreakerState.HALF_OPEN
+
+    @property
+    def _pause(self) -> float:
+        settings = self._settings
+        # 2**40 seconds are longer than any pause, and no float is too small for them.
+        return min(settings.pause, settings.first_pause * 2.0 ** min(self._openings - 1, 40))
 
     def retry_after(self, now: float) -> float:
         """Seconds until it lets somebody through; 0 when it does."""
-        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._settings.pause - now)
+        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._pause - now)
 
     def succeeded(self, now: float) -> None:
         """A leg went well."""
@@ -86,10 +96,11 @@ class Breaker:
         self._failed_at = now
         if state is BreakerState.HALF_OPEN or self._failures >= self._settings.failures:
             self._opened_at = now
+            self._openings += 1
             self._failures = self._successes = 0
 
     def reset(self) -> None:
         """Closed, and nothing remembered: who answers now may be another process."""
         self._opened_at = None
-        self._failures = self._successes = 0
+        self._failures = self._successes = self._openings = 0
         self._failed_at = 0.0
