@@ -8,7 +8,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from trio_router.dispatch.router import RouterSettings
-from trio_router.errors import BadRequest, LinkError, ModelNotFound, WorkerUnavailable
+from trio_router.errors import BadRequest, LinkError, ModelNotFound, WorkerRejected, WorkerUnavailable
 from trio_router.fleet.client import WorkerFacts
 from trio_router.fleet.registry import ProbeSettings, Registry
 from trio_router.fleet.worker import Worker, WorkerRole, WorkerSpec
@@ -18,7 +18,7 @@ from trio_router.policy.round_robin import RoundRobin
 from trio_router.protocol.messages import GetModelInfoResponse
 from trio_router.testing import collect
 from trio_router.testing.recorder import Recorder
-from trio_router.testing.scripted import a_request, decode_worker, open_scene, prefill_worker
+from trio_router.testing.scripted import a_request, chunk, decode_worker, open_scene, prefill_worker
 
 PREFILL, DECODE, PLAIN = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.PLAIN
 
@@ -331,5 +331,21 @@ class TestRestarts:
 
             worker.script = die
             with pytest.raises(WorkerUnavailable):
+                await collect(scene.router, a_request())
+            assert not known.has_met("prefill:1", engine_id="engine-1")
+
+    async def test_nor_has_one_that_broke_off_in_mid_stream(self, autojump_clock):
+        worker = decode_worker()
+        async with open_scene(prefill_worker(), worker) as scene:
+            await collect(scene.router, a_request())
+            [known] = [each for each in scene.router.registry.workers if each.spec.role is DECODE]
+
+            async def die(call, request):
+                await call.send(chunk(7))
+                worker.stop()
+                await trio.sleep_forever()
+
+            worker.script = die
+            with pytest.raises(WorkerRejected):
                 await collect(scene.router, a_request())
             assert not known.has_met("prefill:1", engine_id="engine-1")

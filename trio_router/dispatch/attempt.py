@@ -121,7 +121,12 @@ class Attempt:
         """The breaker hears of a decode leg when that has ended: a worker that always fails after its first token would
         otherwise be well again with each one.
         """
-        (self._registry.note_success if well else self._registry.note_failure)(self.decode.worker)
+        worker = self.decode.worker
+        if well:
+            self._registry.note_success(worker)
+        else:
+            worker.forget()  # as before the first frame: whoever answers at that address next may have met nobody
+            self._registry.note_failure(worker)
 
     def _check_connectors(self) -> None:
         """Refuse MoRI-IO for every request, also for one that a decode worker would serve whole: reading, its connector
