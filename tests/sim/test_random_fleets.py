@@ -269,3 +269,26 @@ async def test_i10_retries_of_a_fleet_that_always_fails_stay_within_their_budget
         assert retries <= filled + share * requests + floor * seconds
         assert retries >= filled, "a budget that is never used is none"
         assert scene.leaks() == []
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_requests_go_on_with_a_worker_that_was_restarted_between_two_probes(autojump_clock, connector, role):
+    """It is another engine now, which a pushed transfer must name, and which has met nobody."""
+    run = Run(random.Random(1), connector=connector)
+    run.members = [run.members[0], run.members[2]]
+    settings = replace(SETTINGS, workers=tuple(member.spec for member in run.members), probe=ProbeSettings())
+    async with trio.open_nursery() as home:
+        for member in run.members:
+            await home.start(member.live)
+        async with open_counted_router(settings, network=run.network, recorder=run.recorder) as router:
+            await router.registry.wait_ready(every_worker=True)
+            first = await collect(router, run.request(PROMPTS[0], max_tokens=5))
+            [member] = [each for each in run.members if each.settings.role == role]
+            await run.restart(member, home)
+            await trio.sleep(4)  # the router may have dialed in between, and paused
+            assert await collect(router, run.request(PROMPTS[0], max_tokens=5)) == first
+            assert run.recorder.failures == []
+            await trio.sleep(10)
+            assert run.leaks(router) == []
+        home.cancel_scope.cancel()
