@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ..errors import ConfigError
+
+
+_NOT_NEGATIVE: Final = (
+    "initial_backoff",
+    "multiplier",
+    "max_backoff",
+    "budget_share",
+    "budget_floor",
+    "busy_retry_after",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +40,17 @@ class RetrySettings:
         """Raise ConfigError, naming the setting."""
         if self.attempts < 1:
             raise ConfigError(f"retry.attempts counts the first try and must be at least 1, not {self.attempts}")
-        for name in ("budget_share", "budget_floor"):
-            if getattr(self, name) < 0:
+        for name in _NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"retry.{name} must not be negative, and is {getattr(self, name)}")
+        if not 0 <= self.jitter <= 1:
+            raise ConfigError(f"retry.jitter is a share of a pause, from 0 to 1, not {self.jitter}")
 
 
 def backoff(settings: RetrySettings, *, failures: int, chance: float) -> float:
     """Seconds to wait after the `failures`-th failed try (from 1). `chance` is uniform in [0, 1)."""
-    plain = min(settings.max_backoff, settings.initial_backoff * settings.multiplier ** (failures - 1))
+    try:
+        plain = min(settings.max_backoff, settings.initial_backoff * settings.multiplier ** (failures - 1))
+    except OverflowError:
+        plain = settings.max_backoff
     return plain * (1 + settings.jitter * (2 * chance - 1))
