@@ -7,7 +7,6 @@ from typing import Final
 
 from ..errors import ConfigError
 
-
 _NOT_NEGATIVE: Final = (
     "initial_backoff",
     "multiplier",
