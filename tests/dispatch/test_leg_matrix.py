@@ -306,3 +306,39 @@ def test_the_oracles_client_has_everything_that_a_leg_may_lose():
     assert params.stop_token_ids
     assert decoded.kv_transfer_params.remote_host == "evil"
     assert "evil" in (decoded.kv_transfer_params_json or "")
+
+
+RANKS = [
+    # the client's, those pinned on prefill and decode; of each leg; the engine that a transfer names
+    (None, None, None, None, None, None),
+    (2, None, None, 2, 2, "engine-1_dp2"),
+    (0, None, None, 0, 0, "engine-1_dp0"),
+    (2, 1, None, 1, 2, "engine-1_dp1"),
+    (2, None, 3, 2, 3, "engine-1_dp2"),
+    (None, 0, 3, 0, 3, "engine-1_dp0"),
+    (None, None, 3, None, 3, None),
+    (4, None, None, 4, 4, None),  # there is no such rank: its workers will say so
+    (-1, None, None, -1, -1, None),
+]
+
+
+@pytest.mark.parametrize(("asked", "on_prefill", "on_decode", "first", "second", "engine"), RANKS)
+async def test_a_pinned_rank_wins_over_the_clients_and_transfers_name_the_one_that_prefill_runs_on(
+    autojump_clock, asked, on_prefill, on_decode, first, second, engine
+):
+    players, fields = Players(), {"connector": "MooncakeConnector", "data_parallel_size": 4}
+    prefill = prefill_worker(players.prefill, rank=on_prefill, **fields)
+    decode = decode_worker(players.decode, rank=on_decode, **fields)
+    row = Row(n=1, streams=True, handoff="absent", ending="length")
+    client = client_bytes(row) if asked is None else client_bytes(row) + field_9(asked)
+    async with open_scene(prefill, decode, router=SETTINGS) as scene:
+        assert await play(scene, players, row, client=client) is None
+        assert scene.recorder.handoffs == (["consumed"] if engine else [])
+    legs = [GenerateRequest().parse(received) for received in (*prefill.received, *decode.received)]
+    assert [leg.data_parallel_rank for leg in legs] == [first, second]
+    named = json.loads(get_string(decode.received[0], (8,)) or "{}").get("remote_engine_id")
+    assert named == engine
+
+
+def field_9(rank: int) -> bytes:
+    return GenerateRequest(data_parallel_rank=rank).SerializeToString()
