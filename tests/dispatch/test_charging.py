@@ -36,7 +36,7 @@ from trio_router.testing.scripted import (
 )
 
 THRESHOLD = 5
-BREAKER = BreakerSettings(failures=THRESHOLD, pause=60.0, successes=2)
+BREAKER = BreakerSettings(failures=THRESHOLD, first_pause=60.0, pause=60.0, successes=2)
 ONCE = RouterSettings(retry=RetrySettings(attempts=1), breaker=BREAKER)
 SETTINGS = RouterSettings(breaker=BREAKER)
 
@@ -76,6 +76,18 @@ async def ask(scene: Scene, times: int) -> list[RouterError]:
             await collect(scene.router, a_request())
         except RouterError as error:
             errors.append(error)
+    return errors
+
+
+async def ask_all_at_once(scene: Scene, times: int) -> list[RouterError]:
+    errors: list[RouterError] = []
+
+    async def one() -> None:
+        errors.extend(await ask(scene, 1))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(times):
+            nursery.start_soon(one)
     return errors
 
 
@@ -290,6 +302,50 @@ class TestFailing:
             await trio.sleep(61)
             await ask(scene, 20)
             assert len(bad.requests) == THRESHOLD + 1
+
+    async def test_d4_half_open_it_is_tried_by_few_at_a_time_while_there_are_others(self, autojump_clock):
+        """One whose every leg takes seconds to fail would hold up half of what comes in them, at each new try."""
+
+        async def fail_slowly(call, request):
+            await trio.sleep(5)
+
+        bad, good = plain_worker(fail_slowly, name="bad"), plain_worker(name="good")
+        async with open_scene(bad, good, router=SETTINGS) as scene:
+            await ask_all_at_once(scene, 2 * THRESHOLD)
+            assert state_of(scene, bad) is BreakerState.OPEN
+            tried = len(bad.requests)
+            await trio.sleep(61)
+            assert await ask_all_at_once(scene, 100) == []
+            assert len(bad.requests) - tried == BREAKER.successes
+
+    async def test_half_open_and_alone_it_takes_whatever_comes(self, autojump_clock):
+        async def fail_slowly(call, request):
+            await trio.sleep(5)
+
+        worker = plain_worker(fail_slowly)
+        async with open_scene(worker, router=ONCE) as scene:
+            await ask_all_at_once(scene, THRESHOLD)
+            await trio.sleep(61)
+            worker.script = answer
+            assert await ask_all_at_once(scene, 50) == []
+            assert state_of(scene, worker) is BreakerState.CLOSED
+
+    async def test_a_stream_that_goes_on_and_on_is_no_try_any_more(self, autojump_clock):
+        async def begin(call, request):
+            await call.send(chunk(7))
+            await trio.sleep_forever()
+
+        bad, good = plain_worker(breaks_after(how="end"), name="bad"), plain_worker(name="good")
+        async with open_scene(bad, good, router=SETTINGS) as scene:
+            await ask(scene, 2 * THRESHOLD)
+            bad.script, tried = begin, len(bad.requests)
+            await trio.sleep(61)
+            async with trio.open_nursery() as nursery:
+                for _ in range(20):
+                    nursery.start_soon(ask, scene, 1)
+                    await trio.sleep(0.1)
+                assert len(bad.requests) - tried == 10
+                nursery.cancel_scope.cancel()
 
     async def test_a_client_that_leaves_its_stream_says_nothing_of_the_worker(self, autojump_clock):
         async def endless(call, request):

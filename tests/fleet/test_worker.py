@@ -95,6 +95,14 @@ class TestLease:
             leases[index].release()
         assert worker.in_flight == 6 - len(set(releases))
 
+    @given(st.lists(st.tuples(st.integers(0, 5), st.booleans())))
+    def test_i8_a_try_ends_once_when_it_goes_well_or_with_its_slot(self, steps):
+        worker = make_worker()
+        leases = [Lease(worker, tries=number < 3) for number in range(6)]
+        for index, goes_well in steps:
+            (leases[index].settle if goes_well else leases[index].release)()
+        assert worker.trying == 3 - len({index for index, _ in steps if index < 3})
+
 
 class TestMeeting:
     def test_who_has_pulled_has_met_that_engine_of_that_worker(self):

@@ -85,6 +85,7 @@ class DecodeLeg:
             if frame is None:
                 raise DecodeFailed(f"worker {worker} ended the stream without a frame", code="no_responses_from_server")
             raise DecodeFailed(f"worker {worker} ended the request with finish reason {failure!r} and no token")
+        self._lease.settle()
         if self.handoff is not None:
             self.worker.note_pull(self.handoff.prefill_worker, engine_id=self.handoff.params.engine_id)
             self._end_handoff(HandoffState.CONSUMED)

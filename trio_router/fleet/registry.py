@@ -100,20 +100,25 @@ class Registry:
         ready = [worker for worker in serving if worker.ready]
         if not ready:
             raise self._nobody(role, members, model=model, is_known=bool(serving))
-        open_to_it = [worker for worker in self._trusted(role, ready) if worker.name not in busy]
+        now = self._clock()
+        open_to_it = [worker for worker in self._trusted(role, ready, now=now) if worker.name not in busy]
         if not open_to_it:
             raise WorkerUnavailable(
                 f"every {role} worker that is ready has been asked and is busy", code="worker_overload_protection_shed"
             )
+        # Where every one of them is to be spared, none is.
+        open_to_it = [
+            worker for worker in open_to_it if not worker.breaker.is_to_be_spared(now, trying=worker.trying)
+        ] or open_to_it
         candidates = [
             Candidate(worker=worker.name, load=worker.in_flight, failed_before=worker.name in failed)
             for worker in open_to_it
         ]
-        return Lease(open_to_it[self._policies[role].pick(candidates, retry=bool(busy))])
+        chosen = open_to_it[self._policies[role].pick(candidates, retry=bool(busy))]
+        return Lease(chosen, tries=chosen.breaker.state(now) is BreakerState.HALF_OPEN)
 
-    def _trusted(self, role: WorkerRole, ready: list[Worker]) -> list[Worker]:
+    def _trusted(self, role: WorkerRole, ready: list[Worker], *, now: float) -> list[Worker]:
         """Those that have not failed so often lately that they get no requests for a while."""
-        now = self._clock()
         found = [worker for worker in ready if worker.breaker.state(now) is not BreakerState.OPEN]
         if not found:
             error = WorkerUnavailable(f"every {role} worker that is ready has failed too often lately")

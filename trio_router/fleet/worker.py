@@ -102,6 +102,8 @@ class Worker:
         self.trouble: str | None = None
         """Why the last probe failed, in words for an operator."""
         self.in_flight = 0
+        self.trying = 0
+        """Of those, how many have been sent to find out whether it is well again, and have not told yet."""
         self.doubted = trio.Event()
         """Set when there is reason to ask it soon how it is."""
         self._met: dict[str, str] = {}
@@ -142,20 +144,32 @@ class Worker:
 
 
 class Lease:
-    """A counted slot on a worker, from selection to the end of the leg. Returned exactly once, by `release`."""
+    """A counted slot on a worker, from selection to the end of the leg. Returned exactly once, by `release`.
 
-    __slots__ = ("_held", "worker")
+    `tries` is set for a leg by which it is found out whether the worker is well again.
+    """
 
-    def __init__(self, worker: Worker) -> None:
+    __slots__ = ("_held", "_tries", "worker")
+
+    def __init__(self, worker: Worker, *, tries: bool = False) -> None:
         self.worker = worker
         self._held = True
+        self._tries = tries
         worker.in_flight += 1
+        worker.trying += tries
 
     def __repr__(self) -> str:
         return f"<Lease on {self.worker.name} {'held' if self._held else 'released'}>"
 
+    def settle(self) -> None:
+        """The leg goes well so far, and may go on for long: it is no try any more."""
+        if self._tries:
+            self._tries = False
+            self.worker.trying -= 1
+
     def release(self) -> None:
         """Return the slot; a no-op when that has been done."""
+        self.settle()
         if self._held:
             self._held = False
             self.worker.in_flight -= 1

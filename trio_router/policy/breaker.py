@@ -21,7 +21,7 @@ class BreakerState(StrEnum):
     OPEN = "open"
     """No."""
     HALF_OPEN = "half_open"
-    """Yes; successes close it, and one failure opens it again."""
+    """A few at a time, if there is another worker; successes close it, and one failure opens it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,12 @@ class Breaker:
     def retry_after(self, now: float) -> float:
         """Seconds until it lets somebody through; 0 when it does."""
         return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._pause - now)
+
+    def is_to_be_spared(self, now: float, *, trying: int) -> bool:
+        """Whether another worker should have the next request: it is half open, and `trying` legs are under way that
+        will tell. They may take long to fail, and each one's client waits.
+        """
+        return self.state(now) is BreakerState.HALF_OPEN and trying >= self._settings.successes
 
     def succeeded(self, now: float) -> None:
         """A leg went well."""

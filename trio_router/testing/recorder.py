@@ -71,7 +71,9 @@ def open_counted_router(
 def router_leaks(router: Router) -> dict[str, int]:
     """How much the router holds of what must return to zero after quiet (invariant I8), by name."""
     held = {"requests in flight": router.in_flight, "janitor jobs": router.janitor.jobs}
-    return held | {f"leases on {worker.name}": worker.in_flight for worker in router.registry.workers}
+    for worker in router.registry.workers:
+        held |= {f"leases on {worker.name}": worker.in_flight, f"tries on {worker.name}": worker.trying}
+    return held
 
 
 def said(held: dict[str, int]) -> list[str]:
