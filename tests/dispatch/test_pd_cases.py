@@ -20,6 +20,7 @@ from trio_router.dispatch.handoff import HandoffSettings, OnEmptyPrefill, OnMiss
 from trio_router.dispatch.legs import decode_leg, parse_request, prefill_leg
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
+from trio_router.engine.model import load_model
 from trio_router.engine.settings import Faults, WorkerSettings
 from trio_router.errors import HandoffMissing, PrefillFailed, WorkerRejected, WorkerUnavailable
 from trio_router.fleet.worker import WorkerRole
@@ -28,6 +29,7 @@ from trio_router.http2.frames import ErrorCode
 from trio_router.protocol.codec import decode
 from trio_router.protocol.messages import GenerateRequest
 from trio_router.protocol.wire import edit
+from trio_router.rpc.memory import MemoryNetwork
 from trio_router.testing import Cluster, collect, open_cluster
 from trio_router.testing.scripted import (
     Scene,
@@ -262,7 +264,7 @@ class TestNothingHandedOver:
             assert cluster.decode[0].counters.pulls == 5
 
     async def test_case_a7_over_http_it_is_a_502(self, autojump_clock):
-        async with open_cluster(router=FAIL) as cluster, http_front(cluster) as address:
+        async with open_cluster(router=FAIL) as cluster, front_of(cluster) as address:
             cluster.prefill[0].faults = Faults(drop_handoff=True)
             status, body = await post(cluster, address, "/v1/completions", {"prompt": "hello", "max_tokens": 4})
             assert status == 502
@@ -280,17 +282,22 @@ class FixedText:
 
 
 @asynccontextmanager
-async def http_front(cluster: Cluster) -> AsyncIterator[str]:
+async def front_of(behind: Cluster | Scene) -> AsyncIterator[str]:
     async with trio.open_nursery() as nursery:
-        listener = cluster.network.listen("http:1")
-        await nursery.start(HttpFront(cluster.router, FixedText(cluster.model.tokenizer)).serve, listener)
+        listener = behind.network.listen("http:1")
+        await nursery.start(HttpFront(behind.router, FixedText(load_model().tokenizer)).serve, listener)
         yield listener.address
         nursery.cancel_scope.cancel()
 
 
 async def post(cluster: Cluster, address: str, path: str, fields: dict) -> tuple[int, dict]:
+    status, body = await send(cluster.network, address, path, fields)
+    return status, msgspec.json.decode(body)
+
+
+async def send(network: MemoryNetwork, address: str, path: str, fields: dict) -> tuple[int, bytes]:
     body = msgspec.json.encode({"model": "tiny-english", **fields})
-    client = await cluster.network.dial(address)
+    client = await network.dial(address)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     client.send_nowait(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     received = b""
@@ -301,7 +308,53 @@ async def post(cluster: Cluster, address: str, path: str, fields: dict) -> tuple
             break
         received += piece or b""
     head, _, rest = received.partition(b"\r\n\r\n")
-    return int(head.split()[1]), msgspec.json.decode(rest)
+    return int(head.split()[1]), rest
+
+
+ABSENT = object()
+CAPS = {
+    "max_tokens": [ABSENT, None, 5],
+    "min_tokens": [ABSENT, 2],
+    "stop": [ABSENT, None, ["END", "."]],
+    "stop_token_ids": [ABSENT, [7, 8]],
+    "ignore_eos": [ABSENT, True],
+    "stream": [ABSENT, None, False, True],
+    "stream_options": [ABSENT, {"include_usage": True}],
+}
+ENDPOINTS = {
+    "/v1/completions": {"prompt": "the harbour"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the harbour"}]},
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_case_a8_over_http_prefill_is_capped_and_what_was_absent_stays_absent(autojump_clock, path):
+    """Each field in turn is what it may be, among defaults and among all of them."""
+    prefill, decode = prefill_worker(model="tiny-english"), decode_worker(model="tiny-english")
+    everything = {name: values[-1] for name, values in CAPS.items()}
+    async with open_scene(prefill, decode) as scene, front_of(scene) as address:
+        for name, values in CAPS.items():
+            for value in values:
+                for others in ({}, everything):
+                    fields = {**ENDPOINTS[path], **others, name: value}
+                    fields = {key: each for key, each in fields.items() if each is not ABSENT}
+                    if "stream_options" in fields and not fields.get("stream"):
+                        del fields["stream_options"]
+                    prefill.requests.clear()
+                    decode.requests.clear()
+                    await send(scene.network, address, path, fields)
+                    [first], [second] = prefill.requests, decode.requests
+                    params = first.sampling_params
+                    assert (params.max_tokens, params.min_tokens, params.n, params.ignore_eos) == (1, 0, 1, True)
+                    assert (params.stop, params.stop_token_ids, first.stream) == ([], [], False)
+                    kept = second.sampling_params
+                    assert kept.max_tokens == fields.get("max_tokens"), fields
+                    assert kept.min_tokens == fields.get("min_tokens", 0)
+                    assert kept.stop == (fields.get("stop") or [])
+                    assert kept.stop_token_ids == fields.get("stop_token_ids", [])
+                    assert kept.ignore_eos == fields.get("ignore_eos", False)
+                    assert second.stream
+                    assert first.tokenized == second.tokenized
 
 
 class TestSeveralSamples:
@@ -323,7 +376,7 @@ class TestSeveralSamples:
     @both_connectors
     async def test_case_a9_each_prompt_of_a_batch_has_a_handoff_of_its_own(self, autojump_clock, connector):
         prompts = ["the harbour at night", "a garden in spring", "the road over the mountains"]
-        async with open_cluster(connector=connector) as cluster, http_front(cluster) as address:
+        async with open_cluster(connector=connector) as cluster, front_of(cluster) as address:
             fields = {"prompt": prompts, "max_tokens": 6, "temperature": 0}
             status, together = await post(cluster, address, "/v1/completions", fields)
             assert status == 200
