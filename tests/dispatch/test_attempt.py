@@ -400,6 +400,21 @@ class TestFreshness:
             assert scene.recorder.handoffs == ["released"]
 
 
+    async def test_i5_its_age_counts_from_its_own_frame_and_not_from_the_streams_end(self, autojump_clock):
+        """The worker's lease runs from then on."""
+
+        async def dawdle(call, request):
+            await call.send(HANDOFF)
+            await trio.sleep(25)
+
+        decode = decode_worker()
+        async with open_scene(prefill_worker(dawdle), decode, router=ONCE) as scene:
+            error = await fail(scene, PrefillFailed)
+            assert error.error_code == "handoff_expired"
+            assert [each for each in decode.requests if each not in decode.releases] == []
+            assert scene.recorder.handoffs == ["released"]
+
+
 class TestCharging:
     """D4: a retry goes elsewhere, and the worker whose leg failed is the one it avoids."""
 

@@ -39,6 +39,7 @@ class PrefillLeg:
         self._lease = lease
         self._book = book
         self._answer = PrefillAnswer()
+        self._completed_at = 0.0
         _warn_of(self.plan, lease.worker)
 
     def __repr__(self) -> str:
@@ -74,11 +75,17 @@ class PrefillLeg:
     async def _read(self, call: ClientCall) -> None:
         # A frame that was received and not yet added would be nobody's; there is no checkpoint between the two (I2).
         while (frame := await call.receive()) is not None:
-            self._answer.add(frame)
+            self._add(frame)
 
     def _take_arrived(self, call: ClientCall) -> None:
         for frame in call.take_nowait():
-            self._answer.add(frame)
+            self._add(frame)
+
+    def _add(self, frame: bytes) -> None:
+        self._answer.add(frame)
+        if self._answer.last is frame:
+            # A handoff's lease runs from here, however long the worker takes to end the stream.
+            self._completed_at = trio.current_time()
 
     def harvest(self) -> Harvest:
         """Look at the answer and take the handoff in it, if there is one: `handoff` has it then.
@@ -102,7 +109,7 @@ class PrefillLeg:
             attempt_id=self.attempt_id,
             connector=self.plan.connector,
             prefill_worker=self.worker.name,
-            now=trio.current_time(),
+            now=self._completed_at,
         )
         if self.plan.relays:
             self._check(params, self.handoff, prompt_tokens=found.prompt_tokens)
