@@ -188,7 +188,7 @@ async def test_aborts_get_through_when_requests_use_every_stream(autojump_clock,
         scene.network.black_hole(prefill.address)  # no other connection can be made
         for scope in scopes[:3]:
             scope.cancel()
-        await trio.sleep(0.1)
+        await trio.sleep(0.2)
         assert len(prefill.aborted) == 3
         nursery.cancel_scope.cancel()
     assert prefill.aborted
