@@ -1,8 +1,8 @@
 """What must outlive its request: bounded jobs, each with a deadline, in one nursery that the router owns.
 
 Three kinds (invariants I3 and I4): an abandoned prefill leg is read to its end, and aborted by RPC unless that comes
-soon; an orphaned handoff is released by a decode leg that its worker refuses; an abandoned decode leg that carries a handoff is reset
-only after its first frame. A request hands a job over synchronously and never waits for it.
+soon; an orphaned handoff is released by a decode leg that its worker refuses; an abandoned decode leg that carries a
+handoff is reset only after its first frame. A request hands a job over synchronously and never waits for it.
 """
 
 from __future__ import annotations
