@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ..text.bundle import pack, read_directory
+from ..text.bundle import TokenizerFiles, pack_files, read_directory
 from ..text.stops import StopMatcher
 from ..text.tokenizer import Tokenizer, load
 from .language import Language
@@ -19,6 +19,8 @@ from .sampling import SamplingPlan
 
 ASSETS: Final = Path(__file__).parent / "assets"
 """The model that comes with the package."""
+VISION: Final = ASSETS / "vision"
+"""What its variant that says it sees has otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +42,18 @@ class Model:
 
 
 @cache
-def load_model(directory: Path = ASSETS) -> Model:
-    """Read a model directory: tokenizer files as any model has them, and a `corpus.txt` to learn English from.
+def load_model(directory: Path = ASSETS, *, over: Path | None = None) -> Model:
+    """Read a model directory: tokenizer files as any model has them, and a `corpus.txt` to learn English from. Files in
+    the directory `over` take the place of those in it, or stand beside them.
 
     Blocks for about a tenth of a second. Raises BadBundle when tokenizer files are missing or malformed.
     """
     files = read_directory(directory)
+    if over is not None:
+        files = TokenizerFiles(contents={**files.contents, **read_directory(over).contents})
     tokenizer = load(files)
     config = files.json_object("config.json")
-    bundle = pack(directory)
+    bundle = pack_files(files)
     return Model(
         directory=directory,
         tokenizer=tokenizer,

@@ -188,7 +188,11 @@ def read_directory(directory: Path) -> TokenizerFiles:
 
 def pack(directory: Path) -> bytes:
     """Pack a model directory's tokenizer files; equal files make equal bytes. Raises BadBundle when it has none."""
-    files = read_directory(directory)
+    return pack_files(read_directory(directory))
+
+
+def pack_files(files: TokenizerFiles) -> bytes:
+    """Pack tokenizer files, in the order they stand in; equal files make equal bytes."""
     output = io.BytesIO()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for name, content in files.contents.items():

@@ -9,10 +9,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from trio_router.engine.assets import build_tokenizer
+from trio_router.engine.model import VISION, load_model
+from trio_router.text.bundle import unpack
 
 SHIPPED = resources.files("trio_router.engine.assets")
 CORPUS = (SHIPPED / "corpus.txt").read_text(encoding="utf-8")
-FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+VISION_FILES = (
+    "vision/tokenizer_config.json",
+    "vision/config.json",
+    "vision/preprocessor_config.json",
+    "vision/video_preprocessor_config.json",
+)
+FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", *VISION_FILES)
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +88,38 @@ def test_the_configurations_agree_with_the_vocabulary(tokenizer: Tokenizer):
     assert model["eos_token_id"] == tokenizer.token_to_id(config["eos_token"])
     assert generation["eos_token_id"] == [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     assert model["image_token_id"] == tokenizer.token_to_id("<|image_pad|>")
+
+
+class TestTheVariantThatSees:
+    @pytest.fixture
+    def model(self):
+        return load_model(over=VISION)
+
+    def test_it_says_what_a_qwen3_vl_says(self, model):
+        assert model.config["model_type"] == "qwen3_vl"
+        ids = [model.config[name] for name in ("image_token_id", "video_token_id")]
+        assert ids == [model.tokenizer.encode(text)[0] for text in ("<|image_pad|>", "<|video_pad|>")]
+
+    def test_its_template_has_one_anchor_for_each_picture_and_film(self, model):
+        content = [
+            {"type": "text", "text": "Look: "},
+            {"type": "image"},
+            {"type": "video"},
+            {"type": "text", "text": "And?"},
+        ]
+        prompt = model.tokenizer.template.render([{"role": "user", "content": content}])
+        assert prompt == (
+            "<|im_start|>user\nLook: <|vision_start|><|image_pad|><|vision_end|>"
+            "<|vision_start|><|video_pad|><|vision_end|>And?<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_a_conversation_in_text_comes_out_as_from_the_other_one(self, model):
+        conversation = [{"role": "user", "content": "Good morning."}]
+        texts = [each.tokenizer.template.render(conversation) for each in (model, load_model())]
+        assert texts[0] == texts[1]
+
+    def test_its_bundle_is_the_whole_model(self, model):
+        files = unpack(model.bundle, sha256=model.bundle_sha256)
+        assert files.json_object("config.json")["model_type"] == "qwen3_vl"
+        assert "tokenizer.json" in files.contents
+        assert "preprocessor_config.json" in files.contents

@@ -45,6 +45,38 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+# The same for the variant that says it sees: content may be parts, and a picture or a film is one pad between the marks
+# of its beginning and end, as in Qwen3-VL's own template.
+VISION_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] in ('image', 'image_url') %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part['type'] in ('video', 'video_url') %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- else %}
+                {{- part['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+VISION_DIRECTORY = "vision"
+
+# Qwen3-VL's: a pad stands for 32 x 32 pixels.
+PATCH_SIZE, MERGE_SIZE, TEMPORAL_PATCH_SIZE = 16, 2, 2
+IMAGE_PIXELS = (65_536, 16_777_216)
+VIDEO_PIXELS = (4_096, 25_165_824)
+"""Least and most pixels of an image; of a film, over all its frames."""
+
 # Role names begin a turn, where no space precedes them; the corpus has them only in the middle of sentences.
 TURN_WORDS = ("system", "user", "assistant", "tool")
 
@@ -177,7 +209,7 @@ def _added_token(number: int, token: str) -> dict[str, object]:
     return {"id": number, "content": token, **flags}
 
 
-def tokenizer_config() -> dict[str, object]:
+def tokenizer_config(template: str = CHAT_TEMPLATE) -> dict[str, object]:
     """The content of tokenizer_config.json, chat template included."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -188,7 +220,7 @@ def tokenizer_config() -> dict[str, object]:
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
         "unk_token": None,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
 
 
@@ -219,13 +251,48 @@ def generation_config() -> dict[str, object]:
     }
 
 
+def vision_config() -> dict[str, object]:
+    """The content of config.json for the variant that says it sees: what tells routers and engines a Qwen3-VL."""
+    return {
+        **model_config(),
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "vision_config": {
+            "patch_size": PATCH_SIZE,
+            "spatial_merge_size": MERGE_SIZE,
+            "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+        },
+    }
+
+
+def preprocessor_config(kind: str, *, pixels: tuple[int, int]) -> dict[str, object]:
+    """The content of preprocessor_config.json and its like for films; `pixels` are the least and the most."""
+    return {
+        f"{kind}_processor_type": f"Qwen3VL{kind.title()}Processor",
+        "patch_size": PATCH_SIZE,
+        "merge_size": MERGE_SIZE,
+        "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+        "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 3,
+    }
+
+
 def build(corpus: str) -> dict[str, bytes]:
-    """Make every shipped file from `corpus`; the result maps file names to contents."""
+    """Make every shipped file from `corpus`; the result maps file names to contents.
+
+    Those in the directory `vision` are laid over the others for the variant that says it sees.
+    """
     contents = {
         "tokenizer.json": tokenizer_json(corpus),
         "tokenizer_config.json": tokenizer_config(),
         "config.json": model_config(),
         "generation_config.json": generation_config(),
+        f"{VISION_DIRECTORY}/tokenizer_config.json": tokenizer_config(VISION_TEMPLATE),
+        f"{VISION_DIRECTORY}/config.json": vision_config(),
+        f"{VISION_DIRECTORY}/preprocessor_config.json": preprocessor_config("image", pixels=IMAGE_PIXELS),
+        f"{VISION_DIRECTORY}/video_preprocessor_config.json": preprocessor_config("video", pixels=VIDEO_PIXELS),
     }
     return {
         name: (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode() for name, content in contents.items()
@@ -235,6 +302,7 @@ def build(corpus: str) -> dict[str, bytes]:
 def main() -> None:
     """Write the files beside this script."""
     for name, content in build((HERE / "corpus.txt").read_text(encoding="utf-8")).items():
+        (HERE / name).parent.mkdir(exist_ok=True)
         (HERE / name).write_bytes(content)
 
 
