@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -16,6 +16,7 @@ from ..protocol.messages import (
     GetModelInfoRequest,
     GetModelInfoResponse,
     GetServerInfoRequest,
+    GetServerInfoResponse,
     GetTokenizerChunk,
     GetTokenizerRequest,
     HealthCheckRequest,
@@ -44,6 +45,7 @@ class WorkerFacts:
 
     model: str
     model_info: GetModelInfoResponse
+    server_info: GetServerInfoResponse = field(default_factory=GetServerInfoResponse)
     kv_connector: str = ""
     kv_role: str = ""
     kv_engine_id: str = ""
@@ -92,6 +94,7 @@ class WorkerClient:
         return WorkerFacts(
             model=model.served_model_name or model.model_path or "unknown",
             model_info=model,
+            server_info=server,
             kv_connector=server.kv_connector,
             kv_role=server.kv_role,
             kv_engine_id=server.kv_engine_id,
