@@ -62,9 +62,11 @@ async def mischief(cluster: Cluster, rng: random.Random) -> None:
         worker.faults = Faults()
 
 
-async def scenario(rng: random.Random) -> tuple[list[str], list[str], int]:
-    worker = WorkerSettings(name="template", inter_token_seconds=0.004, max_num_seqs=8, num_blocks=1024)
-    async with open_cluster(prefill=2, decode=3, worker=worker) as cluster:
+async def scenario(rng: random.Random, connector: str = "nixl") -> tuple[list[str], list[str], int]:
+    worker = WorkerSettings(
+        name="template", inter_token_seconds=0.004, max_num_seqs=8, num_blocks=1024, lease_seconds=30.0
+    )
+    async with open_cluster(prefill=2, decode=3, worker=worker, connector=connector) as cluster:
         answers: dict[str, list[int]] = {}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mischief, cluster, rng)
@@ -82,13 +84,17 @@ async def scenario(rng: random.Random) -> tuple[list[str], list[str], int]:
         assert await collect(cluster.router, cluster.request()), "the fleet must still serve"
         assert len(cluster.recorder.records) == REQUESTS + 1
         pinned = sum(worker.counters.pinned for worker in cluster.prefill)
-        assert len(cluster.recorder.handoffs) == pinned, "every handoff is told of once (I3)"
+        told = len(cluster.recorder.handoffs)
+        # A worker that drops what it should push says nothing of it: its transfer was promised all the same.
+        assert told == pinned if connector == "nixl" else told >= pinned, "every handoff is told of once (I3)"
         return leaks, trace, excess
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_i8_whatever_happens_everything_returns_to_rest(seed):
-    leaks, _, excess = run_simulation(scenario, seed=seed)
+@pytest.mark.parametrize(
+    ("connector", "seed"), [*(("nixl", seed) for seed in range(12)), *(("mooncake", seed) for seed in range(6))]
+)
+def test_i8_whatever_happens_everything_returns_to_rest(connector, seed):
+    leaks, _, excess = run_simulation(lambda rng: scenario(rng, connector), seed=seed)
     assert leaks == [], f"seed {seed}"
     # Only a handoff that may have been consumed, whose load failed half-way, may be left to its lease (I3).
     assert excess <= 0, f"seed {seed}"
