@@ -21,19 +21,20 @@ ALLOWED: dict[str, set[str]] = {
     "offload": set(),
     "scopes": set(),
     "observe": set(),
-    "settings": {"config", "dispatch", "fleet", "front", "observe", "policy", "rpc"},
-    "rows": {"config", "dispatch", "fleet", "front", "observe", "policy", "settings"},
+    "settings": {"config", "dispatch", "fleet", "front", "media", "observe", "policy", "rpc"},
+    "rows": {"config", "dispatch", "fleet", "front", "media", "observe", "policy", "settings"},
     "config": set(),
     "protocol": set(),
     "http2": set(),
+    "media": {"protocol"},
     "policy": set(),
     "text": set(),
     "rpc": {"http2", "protocol"},
     "fleet": {"observe", "policy", "protocol", "rpc"},
-    "dispatch": {"fleet", "observe", "policy", "protocol", "rpc"},
-    "front": {"dispatch", "fleet", "observe", "protocol", "rpc", "text"},
-    "engine": {"observe", "protocol", "rpc", "text"},
-    "service": {"dispatch", "fleet", "front", "observe", "rpc", "settings", "text"},
+    "dispatch": {"fleet", "media", "observe", "policy", "protocol", "rpc"},
+    "front": {"dispatch", "fleet", "media", "observe", "protocol", "rpc", "text"},
+    "engine": {"media", "observe", "protocol", "rpc", "text"},
+    "service": {"dispatch", "fleet", "front", "media", "observe", "rpc", "settings", "text"},
     "testing": {"dispatch", "engine", "fleet", "front", "observe", "policy", "protocol", "rpc", "service", "text"},
     "demo": {"dispatch", "engine", "fleet", "front", "observe", "rpc", "service", "settings", "text"},
     "cli": {
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """package or module at the top -> the others it may import. This table is the definition."""
 
-PURE = ["http2", "protocol", "policy", "text"]
+PURE = ["http2", "media", "protocol", "policy", "text"]
 PURE_MODULES = [
     *(
         f"dispatch/{name}.py"
