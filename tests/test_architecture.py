@@ -50,7 +50,7 @@ PURE = ["http2", "media", "protocol", "policy", "text"]
 PURE_MODULES = [
     *(
         f"dispatch/{name}.py"
-        for name in ("aggregate", "connectors", "handoff", "kvparams", "legs", "retry", "timeline")
+        for name in ("aggregate", "connectors", "handoff", "identity", "kvparams", "legs", "retry", "timeline")
     ),
     *(f"rpc/{name}.py" for name in ("backoff", "keepalive")),
 ]

@@ -354,12 +354,12 @@ def whatever_the_reason(self, kv_params, *, finish_reason):
     return kv_params if self.relays else self.minted
 
 
-def keep_the_clients(view, *, attempt_id, kv_params, address=None, rank=None):
+def keep_the_clients(view, *, attempt_id, kv_params, address=None, rank=None, media=None):
     return legs.plain_leg(view, attempt_id=attempt_id, rank=rank)
 
 
-def prefill_anyway(self, view, *, model, failed, busy):
-    return self._registry.take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
+def prefill_anyway(self, wanted):
+    return self._take(WorkerRole.PREFILL, wanted)
 
 
 real_init = Attempt.__init__
@@ -441,7 +441,7 @@ BROKEN = [
         back_pressure,
         Registry,
         "has_room_beside",
-        lambda self, worker, *, busy: False,
+        lambda self, worker, *, busy, media=None: False,
     ),
     Broken(
         "I10: who is shed is told when to come back",

@@ -17,7 +17,8 @@ from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
 from .connectors import Connector, connector_of
 from .decode import ALONE, PAIRED, DecodeLeg
-from .handoff import Handoff, HandoffBook, OnMissingHandoff
+from .handoff import Handoff, HandoffBook, Harvest, OnMissingHandoff
+from .identity import Edits, IdentityOutcome, fault_of, identity_edits, judge
 from .janitor import Janitor
 from .legs import RequestView, decode_leg, plain_leg
 from .prefill import PrefillLeg
@@ -71,6 +72,7 @@ class Attempt:
         self._prefill: PrefillLeg | None = None
         if prefill is not None:
             self._prefill = PrefillLeg(prefill, view=view, attempt_id=attempt_id, transfer_id=transfer_id, book=book)
+        self._found: Harvest | None = None
         self._view = view
         self._registry = registry
         self._janitor = janitor
@@ -103,7 +105,29 @@ class Attempt:
             kv_params=self.handoff.params.text if self.handoff else None,
             address=self._prefill.plan.address if self._prefill else None,
             rank=worker.rank,
+            media=self._judge_media(),
         )
+
+    def _judge_media(self) -> Edits | None:
+        """The fields of the identity, if the decode leg may go by it (I7)."""
+        media, found, prefill = self._view.media, self._found, self._prefill
+        if media is None:
+            return None
+        identity = found.identity if found else None
+        facts = self.decode.worker.facts
+        length = facts.model_info.max_context_length if facts else 0
+        fault = None if identity is None else fault_of(identity, media=media, context_length=length)
+        outcome = judge(
+            n=self._view.n,
+            handed_over=self.handoff is not None,
+            solicited=prefill is not None and prefill.plan.asks is not None,
+            identity=identity,
+            fault=fault,
+        )
+        self._observer.media_judged(request_id=self._timeline.request_id, outcome=outcome.value, detail=fault)
+        if outcome is not IdentityOutcome.APPLIED or found is None or identity is None:
+            return None
+        return identity_edits(found.frame, identity)
 
     def stream(self, *, request_id: str) -> GenerateStream:
         """What the caller gets, once `first_frame` has returned."""
@@ -155,7 +179,7 @@ class Attempt:
         # moment (I2).
         self.state = AttemptState.HARVESTED
         timeline.prefill_ended_at = trio.current_time()
-        found = leg.harvest()
+        found = self._found = leg.harvest()
         self.handoff = leg.handoff
         timeline.prompt_tokens, timeline.cached_tokens = found.prompt_tokens, found.cached_tokens
         leg.leave()

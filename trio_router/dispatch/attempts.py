@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import trio
 
 from ..errors import ModelNotFound, RouterError, WorkerBusy, WorkerUnavailable
+from ..fleet.needs import MediaNeeds
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
@@ -20,6 +22,22 @@ from .legs import RequestView
 from .live import LiveRequest
 from .retry import RetrySettings, backoff
 from .stream import GenerateStream
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """What workers are chosen by, over all attempts of a request."""
+
+    view: RequestView
+    model: str | None
+    failed: list[str]
+    """Those it has failed on or that had no room, in order; the request's record shows them."""
+    busy: set[str] = field(default_factory=set)
+    media: MediaNeeds | None = None
+
+    def __post_init__(self) -> None:
+        if self.view.media is not None:
+            self.media = MediaNeeds(schemes=self.view.media.schemes)
 
 
 class Attempts:
@@ -55,36 +73,36 @@ class Attempts:
         when there is nobody to try.
         """
         failures = 0
-        busy: set[str] = set()
+        wanted = Wanted(model=model, view=view, failed=live.timeline.workers_tried)
         self._budget.note_request()
         while True:
-            attempt = live.attempt = self._reserve(live, view, model=model, busy=busy)
+            attempt = live.attempt = self._reserve(live, wanted)
             try:
                 await attempt.first_frame()
             except RouterError as exc:
                 attempt.leave()
                 verdict = judge(exc)
                 failures += verdict is Verdict.FAILED
-                if not self._goes_on(attempt, exc, verdict, failures=failures, busy=busy):
+                if not self._goes_on(attempt, exc, verdict, failures=failures, wanted=wanted):
                     if isinstance(exc, WorkerBusy):
                         raise shed(exc, retry_after=self._retry.busy_retry_after) from exc
                     raise
-                live.timeline.workers_tried.append(attempt.blamed.name)
+                wanted.failed.append(attempt.blamed.name)
             else:
                 return attempt.stream(request_id=live.client_id)
             if verdict is Verdict.FAILED:
                 await trio.sleep(backoff(self._retry, failures=failures, chance=self._chance()))
-                busy.clear()
+                wanted.busy.clear()
 
     def _goes_on(
-        self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, busy: set[str]
+        self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, wanted: Wanted
     ) -> bool:
         """Charge a failed attempt, and tell whether there is to be another."""
         blamed = attempt.blamed
         goes_on = False
         if verdict is Verdict.BUSY:
-            busy.add(blamed.name)
-            goes_on = self._registry.has_room_beside(blamed, busy=busy)
+            wanted.busy.add(blamed.name)
+            goes_on = self._registry.has_room_beside(blamed, busy=wanted.busy, media=wanted.media)
         elif verdict is Verdict.FAILED:
             self._registry.note_failure(blamed)
             goes_on = failures < self._retry.attempts and self._budget.take(trio.current_time())
@@ -95,23 +113,22 @@ class Attempts:
         )
         return goes_on
 
-    def _reserve(self, live: LiveRequest, view: RequestView, *, model: str | None, busy: set[str]) -> Attempt:
+    def _reserve(self, live: LiveRequest, wanted: Wanted) -> Attempt:
         """Choose workers and reserve their slots; the decode slot is held before prefill begins (I5)."""
         timeline = live.timeline
-        failed = timeline.workers_tried
         timeline.forget_attempt()
         role = WorkerRole.DECODE if self._registry.disaggregated else WorkerRole.PLAIN
-        decode = self._take(role, model=model, failed=failed, busy=busy)
+        decode = self._take(role, wanted)
         prefill: Lease | None = None
         if role is WorkerRole.DECODE:
             try:
-                prefill = self._reserve_prefill(view, model=model, failed=failed, busy=busy)
+                prefill = self._reserve_prefill(wanted)
             except RouterError:
                 decode.release()
                 raise
         timeline.attempts += 1
         return Attempt(
-            view,
+            wanted.view,
             attempt_id=f"{live.client_id}-{self._new_id()}",
             transfer_id=f"xfer-{self._new_id()}",
             decode=decode,
@@ -123,25 +140,25 @@ class Attempts:
             timeline=timeline,
         )
 
-    def _take(self, role: WorkerRole, *, model: str | None, failed: list[str], busy: set[str]) -> Lease:
+    def _take(self, role: WorkerRole, wanted: Wanted) -> Lease:
         try:
-            return self._registry.take(role, model=model, failed=failed, busy=busy)
+            return self._registry.take(
+                role, model=wanted.model, failed=wanted.failed, busy=wanted.busy, media=wanted.media
+            )
         except WorkerUnavailable as exc:
-            if busy and exc.retry_after is None:
+            if wanted.busy and exc.retry_after is None:
                 # Of those it was between, some have no room, and the others have gone meanwhile.
                 exc.retry_after = self._retry.busy_retry_after
             raise
 
-    def _reserve_prefill(
-        self, view: RequestView, *, model: str | None, failed: list[str], busy: set[str]
-    ) -> Lease | None:
+    def _reserve_prefill(self, wanted: Wanted) -> Lease | None:
         """The slot of the prefill leg; None for a request that a decode worker is to serve whole."""
-        if view.n > 1 and not self._shares_a_store():
+        if wanted.view.n > 1 and not self._shares_a_store():
             # A handoff has one consumer: several samples would free the blocks under each other, so they recompute.
             self._observer.prefill_skipped(reason="several_samples")
             return None
         try:
-            return self._take(WorkerRole.PREFILL, model=model, failed=failed, busy=busy)
+            return self._take(WorkerRole.PREFILL, wanted)
         except (WorkerUnavailable, ModelNotFound):
             if self._book.settings.on_empty_prefill is OnEmptyPrefill.FAIL:
                 raise

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum, unique
 from typing import Final
 
+import betterproto
+
 from ..errors import ConfigError, DecodeError, PrefillFailed
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse, MediaIdentity
@@ -52,6 +54,7 @@ class Harvest:
     none.
     """
 
+    frame: bytes
     kv_params: str | None
     identity: MediaIdentity | None
     finish_reason: str
@@ -74,9 +77,10 @@ def harvest(answer: PrefillAnswer) -> Harvest:
     if last.finish_reason in FAILED_ENDINGS:
         raise PrefillFailed(f"the prefill leg ended with finish reason {last.finish_reason!r}")
     return Harvest(
+        frame=answer.last,
         # An empty string counts as absent: that is how a worker without params spells it.
         kv_params=last.kv_transfer_params_json or None,
-        identity=last.media_identity if last.media_identity else None,
+        identity=last.media_identity if betterproto.serialized_on_wire(last.media_identity) else None,
         finish_reason=last.finish_reason,
         prompt_tokens=last.prompt_tokens,
         cached_tokens=last.cached_tokens,

@@ -11,6 +11,7 @@ from typing import Final
 
 from ..errors import BadRequest
 from ..protocol.wire import edit, field_bytes, field_varint, get_string, get_varint
+from .identity import EXTRA_MM_INPUTS, MEDIA_REFS, MM_INPUTS, Edits, MediaView, read_media
 
 # Field numbers of GenerateRequest and of SamplingParams inside it.
 REQUEST_ID: Final = (1,)
@@ -37,6 +38,8 @@ class RequestView:
     n: int
     rank: int | None = None
     """The data-parallel rank that the client asks for."""
+    media: MediaView | None = None
+    """What is to be fetched for it."""
 
 
 def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
@@ -48,6 +51,7 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
         client_id=get_string(message, REQUEST_ID) or "",
         n=choices(message),
         rank=get_varint(message, RANK),
+        media=read_media(message),
     )
     if disaggregated:
         _check_pair(message)
@@ -105,9 +109,11 @@ def decode_leg(
     kv_params: str | None,
     address: tuple[str, int] | None = None,
     rank: int | None = None,
+    media: Edits | None = None,
 ) -> bytes:
     """The decode leg: the client's request with the handoff on it. Always streamed, so that a first frame exists
-    (I4). `address` is the typed host and port of an older push connector; `rank` as for the prefill leg.
+    (I4). `address` is the typed host and port of an older push connector; `rank` as for the prefill leg. `media` are
+    the fields of a media identity that stand in for the references.
     """
     return edit(
         view.message,
@@ -117,6 +123,7 @@ def decode_leg(
             KV_PARAMS_TYPED: None if address is None else field_bytes(6, _typed(*address)),
             KV_PARAMS_JSON: None if kv_params is None else field_bytes(8, kv_params.encode()),
             **_pinned(rank),
+            **(media or {}),
         },
     )
 
@@ -147,5 +154,9 @@ def release_leg(view: RequestView, *, attempt_id: str, kv_params: str) -> bytes:
             KV_PARAMS_TYPED: None,
             KV_PARAMS_JSON: field_bytes(8, kv_params.encode()),
             MAX_TOKENS: field_varint(8, 0),
+            # Media would be fetched before the refusal.
+            MEDIA_REFS: None,
+            MM_INPUTS: None,
+            EXTRA_MM_INPUTS: None,
         },
     )

@@ -18,6 +18,7 @@ from ..observe.hooks import Observer
 from ..policy.base import Candidate, Policy
 from ..policy.breaker import BreakerState
 from .client import WorkerFacts
+from .needs import MediaNeeds
 from .worker import Lease, Worker, WorkerRole
 
 _log: Final = logging.getLogger(__name__)
@@ -85,13 +86,14 @@ class Registry:
         model: str | None = None,
         failed: Collection[str] = (),
         busy: Collection[str] = (),
+        media: MediaNeeds | None = None,
     ) -> Lease:
         """Choose a worker for a leg and reserve a slot on it. Without `model` there must be only one.
 
         `failed` names workers this request has already failed on: they are chosen only when nobody else is left.
         `busy` names those that had no room for it: they are not chosen. Raises WorkerUnavailable when nobody is ready
         who could, ModelNotFound when none of those who are serves `model`, BadRequest when several models are served
-        and none is named.
+        and none is named. `media` is asked last: what it refuses with is told only when nothing else is the matter.
         """
         if model is None:
             self._check_only_model()
@@ -100,6 +102,8 @@ class Registry:
         ready = [worker for worker in serving if worker.ready]
         if not ready:
             raise self._nobody(role, members, model=model, is_known=bool(serving))
+        if media is not None:
+            ready = self._able(role, ready, media=media)
         now = self._clock()
         open_to_it = [worker for worker in self._trusted(role, ready, now=now) if worker.name not in busy]
         if not open_to_it:
@@ -116,6 +120,18 @@ class Registry:
         ]
         chosen = open_to_it[self._policies[role].pick(candidates, retry=bool(busy))]
         return Lease(chosen, tries=chosen.breaker.state(now) is BreakerState.HALF_OPEN)
+
+    def _able(self, role: WorkerRole, ready: list[Worker], *, media: MediaNeeds) -> list[Worker]:
+        """Those that take the media of a request."""
+        able = [worker for worker in ready if worker.facts is not None and media.met_by(worker.facts)]
+        if not able:
+            elsewhere = self._of(WorkerRole.PREFILL) if role is WorkerRole.DECODE else []
+            raise media.refusal(
+                role.value,
+                [worker.facts for worker in ready if worker.facts is not None],
+                elsewhere=[worker.facts for worker in elsewhere if worker.facts is not None],
+            )
+        return able
 
     def _trusted(self, role: WorkerRole, ready: list[Worker], *, now: float) -> list[Worker]:
         """Those that have not failed so often lately that they get no requests for a while."""
@@ -142,11 +158,13 @@ class Registry:
         registered = ", ".join(worker.name for worker in members) or "none registered"
         return WorkerUnavailable(f"no {role} worker is ready (registered: {registered})")
 
-    def has_room_beside(self, worker: Worker, *, busy: Collection[str]) -> bool:
+    def has_room_beside(self, worker: Worker, *, busy: Collection[str], media: MediaNeeds | None = None) -> bool:
         """Whether somebody else could take what this worker would, who is not among the busy ones."""
         now = self._clock()
         return any(
-            other.name not in busy and other.breaker.state(now) is not BreakerState.OPEN
+            other.name not in busy
+            and other.breaker.state(now) is not BreakerState.OPEN
+            and (media is None or (other.facts is not None and media.met_by(other.facts)))
             for other in self.stand_ins(worker)
         )
 

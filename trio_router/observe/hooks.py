@@ -60,6 +60,9 @@ class Observer:
         `request_id` is empty where it could not be read.
         """
 
+    def media_resolved(self, *, model: str, mode: str, reason: str) -> None:
+        """The media of a request are processed by the `router` or a `worker`, and why (`media.mode.Reason`)."""
+
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         """A try ended before the client had its first byte."""
 
@@ -71,6 +74,11 @@ class Observer:
 
     def prefill_skipped(self, *, reason: str) -> None:
         """A decode worker serves a request whole: `several_samples` or `empty_prefill_pool`."""
+
+    def media_judged(self, *, request_id: str, outcome: str, detail: str | None) -> None:
+        """A decode leg with media goes by an identity (`applied`), or fetches them again, and why: `several_samples`,
+        `no_handoff`, `not_solicited`, `missing` or `invalid` (`detail` says what is wrong with the identity).
+        """
 
     def breaker_changed(self, *, worker: str, state: str) -> None:
         """A worker's circuit breaker is `closed`, `open` or `half_open` now."""
@@ -106,6 +114,10 @@ class Observers(Observer):
         for member in self.members:
             member.request_refused(request_id=request_id, client=client, code=code)
 
+    def media_resolved(self, *, model: str, mode: str, reason: str) -> None:
+        for member in self.members:
+            member.media_resolved(model=model, mode=mode, reason=reason)
+
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         for member in self.members:
             member.attempt_failed(worker=worker, role=role, code=code, will_retry=will_retry)
@@ -121,6 +133,10 @@ class Observers(Observer):
     def prefill_skipped(self, *, reason: str) -> None:
         for member in self.members:
             member.prefill_skipped(reason=reason)
+
+    def media_judged(self, *, request_id: str, outcome: str, detail: str | None) -> None:
+        for member in self.members:
+            member.media_judged(request_id=request_id, outcome=outcome, detail=detail)
 
     def breaker_changed(self, *, worker: str, state: str) -> None:
         for member in self.members:

@@ -86,6 +86,7 @@ class RequestLog(Observer):
     """One line for each request that has ended or was refused, and one for each worker that comes or goes."""
 
     def __init__(self) -> None:
+        self._media_modes: dict[str, tuple[str, str]] = {}
         self._log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
             logging.getLogger("trio_router.requests"),
             processors=[
@@ -103,12 +104,25 @@ class RequestLog(Observer):
         known = {"request_id": _one_line(request_id)} if request_id else {}
         self._log.info("request", **known, outcome="refused", code=code, client=client)
 
+    def media_resolved(self, *, model: str, mode: str, reason: str) -> None:
+        if self._media_modes.get(model) != (mode, reason):
+            self._media_modes[model] = (mode, reason)
+            self._log.info("media are processed by", side=mode, reason=reason, model=model)
+
     def worker_ready(self, *, worker: str, role: str, ready: bool) -> None:
         level = logging.INFO if ready else logging.WARNING
         self._log.log(level, "worker ready" if ready else "worker not ready", worker=worker, role=role)
 
     def handoff_missing(self, *, worker: str) -> None:
         self._log.warning("prefill worker handed nothing over", worker=worker)
+
+    def media_judged(self, *, request_id: str, outcome: str, detail: str | None) -> None:
+        if outcome == "missing":
+            words = "prefill worker returned no media identity; decode leg will reprocess media"
+            self._log.warning(words, request_id=_one_line(request_id))
+        elif outcome == "invalid":
+            words = "prefill worker returned a media identity that cannot be used; decode leg will reprocess media"
+            self._log.warning(words, request_id=_one_line(request_id), reason=detail)
 
     def breaker_changed(self, *, worker: str, state: str) -> None:
         level = logging.WARNING if state == "open" else logging.INFO

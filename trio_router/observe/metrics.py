@@ -113,12 +113,14 @@ class Metrics(Observer):
         self.ttft = Durations()
         self.tpot = Durations()
         self.tokens = Counts()
+        self.media = Counts()
         self.prefill = Durations()
         self.connectors = Counts()
         self.missing_handoffs = 0
         self.handoffs = Counts()
         self.skipped = Counts()
         self.breakers = Counts()
+        self.identities = Counts()
         self.retries = Counts()
         self.exhausted = Counts()
 
@@ -149,6 +151,9 @@ class Metrics(Observer):
     def request_refused(self, *, request_id: str, client: str, code: str) -> None:
         self.refused.add((_ENDPOINTS.get(client, OTHER), code))
 
+    def media_resolved(self, *, model: str, mode: str, reason: str) -> None:
+        self.media.add((model, mode, reason))
+
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         (self.retries if will_retry else self.exhausted).add((role,))
 
@@ -161,6 +166,9 @@ class Metrics(Observer):
 
     def prefill_skipped(self, *, reason: str) -> None:
         self.skipped.add((reason,))
+
+    def media_judged(self, *, request_id: str, outcome: str, detail: str | None) -> None:
+        self.identities.add((outcome,))
 
     def breaker_changed(self, *, worker: str, state: str) -> None:
         self.breakers.add((worker, state))
@@ -233,6 +241,12 @@ class MetricsCollector(Collector):
             m.tpot,
         )
         yield _counter("smg_router_tokens", "Tokens of requests that ended well", (*_STREAM, "token_type"), m.tokens)
+        yield _counter(
+            "smg_mm_processing",
+            "Requests with media, by who processes them and why",
+            ("model", "mode", "reason"),
+            m.media,
+        )
         yield GaugeMetricFamily("trio_router_requests_in_flight", "Requests under way", value=m.in_flight)
         yield GaugeMetricFamily(
             "trio_router_janitor_jobs", "Legs and handoffs that outlived their request", value=m.janitor
@@ -259,6 +273,12 @@ class MetricsCollector(Collector):
         yield failures
         yield _counter("trio_router_handoffs", "Handoffs by how they ended", ("outcome",), m.handoffs)
         yield GaugeMetricFamily("trio_router_handoffs_live", "Handoffs that have not ended", value=m.live_handoffs())
+        yield _counter(
+            "trio_router_media_identities",
+            "Decode legs with media, by whether the prefill worker's identity stood in for them",
+            ("outcome",),
+            m.identities,
+        )
         yield _counter(
             "trio_router_prefill_skipped", "Attempts that a decode worker served whole, by why", ("reason",), m.skipped
         )

@@ -159,6 +159,14 @@ def get_string(message: bytes, path: tuple[int, ...]) -> str | None:
         raise DecodeError(f"field {path} is not UTF-8: {error.reason} at its byte {error.start}") from error
 
 
+def get_bodies(message: bytes, path: tuple[int, ...]) -> list[bytes]:
+    """The bodies of every field at a path, whatever they are: strings, messages, packed numbers. Raises DecodeError.
+
+    Of a sub-message on the way that comes in pieces all are looked into, as a decoder merges them.
+    """
+    return list(_bodies(message, 0, len(message), path, 0))
+
+
 def get_varint(message: bytes, path: tuple[int, ...]) -> int | None:
     """The integer at a path as the wire has it, unsigned and of 64 bits; otherwise like `get_string`."""
     found = _find(message, 0, len(message), path, WIRE_VARINT, 0)
@@ -195,6 +203,16 @@ def _find(data: bytes, at: int, end: int, path: tuple[int, ...], wire_type: int,
             body, _ = read_length(data, value, stop)
             found = _find(data, body, stop, path[1:], wire_type, depth + 1) or found
     return found
+
+
+def _bodies(data: bytes, at: int, end: int, path: tuple[int, ...], depth: int) -> Iterator[bytes]:
+    for tag, _, value, stop in _fields(data, at, end, depth):
+        if tag >> 3 == path[0] and tag & 7 == WIRE_BYTES:
+            body, _ = read_length(data, value, stop)
+            if len(path) == 1:
+                yield data[body:stop]
+            else:
+                yield from _bodies(data, body, stop, path[1:], depth + 1)
 
 
 def _tree(edits: Mapping[tuple[int, ...], bytes | None]) -> _Edits:

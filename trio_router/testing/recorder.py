@@ -21,6 +21,7 @@ class Recorder(Observer):
         self.missing: list[str] = []
         self.skipped: list[str] = []
         self.breakers: list[tuple[str, str]] = []
+        self.media: list[tuple[str, str | None]] = []
         self.pairs: list[tuple[str, float]] = []
         self.readiness: list[tuple[str, bool]] = []
         self.connections: list[tuple[str, str, str | None]] = []
@@ -39,6 +40,9 @@ class Recorder(Observer):
 
     def prefill_skipped(self, *, reason: str) -> None:
         self.skipped.append(reason)
+
+    def media_judged(self, *, request_id: str, outcome: str, detail: str | None) -> None:
+        self.media.append((outcome, detail))
 
     def breaker_changed(self, *, worker: str, state: str) -> None:
         self.breakers.append((worker, state))

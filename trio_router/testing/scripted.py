@@ -122,6 +122,9 @@ class ScriptedWorker:
     """The data-parallel rank in its URL."""
     bootstrap_port: int | None = None
     healthy: bool = True
+    mm_processor: str = ""
+    """What it says it processes media with; empty: it does not."""
+    mm_schemes: str = ""
     requests: list[GenerateRequest] = field(default_factory=list)
     received: list[bytes] = field(default_factory=list)
     """The same requests as they came."""
@@ -198,6 +201,8 @@ class _Engine(VllmEngineBase):
             kv_engine_id=worker.engine_id,
             data_parallel_size=worker.data_parallel_size,
             block_size=worker.block_size,
+            mm_processor=worker.mm_processor,
+            mm_media_ref_schemes=worker.mm_schemes,
         )
 
 
