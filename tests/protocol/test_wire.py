@@ -28,6 +28,7 @@ from trio_router.protocol.wire import (
     edit,
     field_bytes,
     field_varint,
+    get_bodies,
     get_string,
     get_varint,
     is_complete,
@@ -240,6 +241,14 @@ class TestReadingFields:
         pieces = hexed("22 04 40 05 78 01 22 02 40 06 22 00")
         assert get_varint(pieces, (4, 8)) == 6
         assert get_varint(pieces, (4, 15)) == 1
+
+    def test_all_bodies_come_in_order_also_across_pieces_of_the_parent(self) -> None:
+        wire = hexed("0a 01 61 08 05 12 04 0a 02 62 63 0a 00 12 02 08 07 12 03 0a 01 64")
+        assert get_bodies(wire, (1,)) == [b"a", b""]
+        assert get_bodies(wire, (2, 1)) == [b"bc", b"d"]
+        assert get_bodies(wire, (3,)) == []
+        with pytest.raises(DecodeError):
+            get_bodies(hexed("0a 05 61"), (1,))
 
     def test_integers_are_unsigned_on_the_wire(self) -> None:
         assert get_varint(encode(GenerateRequest(data_parallel_rank=-1)), (9,)) == 2**64 - 1
