@@ -23,12 +23,17 @@ from trio_router.dispatch.router import RouterSettings
 from trio_router.engine.settings import Faults, WorkerSettings
 from trio_router.engine.worker import Worker, open_worker
 from trio_router.errors import ConfigError, LinkError, RouterError
+from trio_router.fleet.client import WorkerFacts
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
+from trio_router.media.mode import WorkerMedia
+from trio_router.media.specs import ModelFacts
 from trio_router.observe.hooks import Observer, Outcome, RequestRecord
 from trio_router.offload import Threads, inline
 from trio_router.protocol.messages import (
     GenerateRequest,
     GetModelInfoRequest,
+    GetModelInfoResponse,
+    GetServerInfoResponse,
     HealthCheckRequest,
     SamplingParams,
     TokenizedInput,
@@ -36,7 +41,7 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import LAST_WORDS, Service, context_length, open_service, sampling_defaults
+from trio_router.service import LAST_WORDS, Service, context_length, media_facts, open_service, sampling_defaults
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 from trio_router.text.bundle import BadBundle
 
@@ -283,6 +288,52 @@ class TestSamplingDefaults:
             await process.service.wait_ready()
             await process.chat()
         assert asked == ["tiny-english"]
+
+
+class TestMediaFacts:
+    @staticmethod
+    def worker(model: str = "tiny", *, role: WorkerRole = WorkerRole.DECODE, **server: str) -> Any:
+        info = GetModelInfoResponse(model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
+        facts = WorkerFacts(model=model, model_info=info, server_info=GetServerInfoResponse(**server))
+        return SimpleNamespace(facts=facts, ready=False, spec=SimpleNamespace(role=role))
+
+    @staticmethod
+    def router(*workers: Any) -> Any:
+        return SimpleNamespace(registry=SimpleNamespace(workers=[SimpleNamespace(facts=None), *workers]))
+
+    def test_every_worker_of_the_model_counts_ready_or_not(self):
+        said = {"mm_processor": "inprocess", "mm_media_ref_schemes": "https,data", "mm_item_limits": "image=8"}
+        router = self.router(
+            self.worker(role=WorkerRole.PREFILL, **said), self.worker(), self.worker("other", mm_processor="smg")
+        )
+        found = media_facts(router, "tiny")
+        assert found.model == ModelFacts(
+            name="tiny", model_type="qwen3_vl", architectures=("Qwen3VLForConditionalGeneration",)
+        )
+        assert found.workers == (
+            WorkerMedia(
+                mm_processor="inprocess",
+                schemes=frozenset({"https", "data"}),
+                item_limits="image=8",
+                leg="prefill",
+            ),
+            WorkerMedia(leg="decode"),
+        )
+
+    def test_a_model_that_nobody_serves_has_a_name_and_no_workers(self):
+        found = media_facts(self.router(self.worker("other")), "tiny")
+        assert (found.model, found.workers) == (ModelFacts(name="tiny"), ())
+
+    async def test_a_picture_for_workers_without_eyes_is_refused_and_counted(self, network, autojump_clock):
+        async with running(network) as process:
+            await process.service.wait_ready()
+            part = {"type": "image_url", "image_url": {"url": "https://media.example/x.png"}}
+            request = {"model": "tiny-english", "messages": [{"role": "user", "content": [part]}]}
+            with pytest.raises(ChatFailed, match="model_not_opted_in"):
+                await stream_chat(HTTP, request, dialer=network.dial, on_event=process.events.append)
+            _, body = await process.get(METRICS, "/metrics")
+        counted = 'smg_mm_processing_total{mode="router",model="tiny-english",reason="model_not_opted_in"} 1.0'
+        assert counted in body.decode()
 
 
 class TestContextLength:

@@ -20,11 +20,17 @@ import trio
 
 from .dispatch.router import Router, open_router
 from .errors import BadRequest, ConfigError
+from .fleet.client import WorkerFacts
 from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
-from .front.seams import Readiness
+from .front.media import MediaDesk, system_addresses
+from .front.seams import ModelMedia, Readiness
+from .front.settings import FrontSettings
 from .front.texts import BundleText, LoadedText, prepare
+from .media.gate import parse_schemes
+from .media.mode import WorkerMedia
+from .media.specs import ModelFacts
 from .observe.hooks import Observer, Observers
 from .observe.log import RequestLog
 from .observe.metrics import Metrics, WorkerState, make_registry
@@ -40,6 +46,9 @@ from .text.template import ChatTemplate
 OFFLOAD_THREADS: Final = 4
 """For rendering, tokenizing long prompts and loading tokenizers: enough to use a few cores, few enough that a burst of
 long prompts cannot take them all."""
+NAME_THREADS: Final = 8
+"""For the hosts of media, which clients choose: name servers of theirs that do not answer must keep nothing else
+waiting, neither prompts nor connections to workers."""
 LAST_WORDS: Final = 1.0
 """Seconds that clients get to read why they were cut off."""
 # What a model's maker may recommend; anything else in that JSON is not for a router.
@@ -163,6 +172,7 @@ async def open_service(
     settings.validate()
     if dialer is None:
         dialer = dial if offload is None else partial(dial, offload=offload)
+    names = offload or Threads(NAME_THREADS)
     offload = offload or Threads(OFFLOAD_THREADS)
     metrics = Metrics()
     told = Observers(metrics, RequestLog(), *([observer] if observer else []))
@@ -176,16 +186,7 @@ async def open_service(
             service = Service(
                 router=router,
                 texts=texts,
-                http=HttpFront(
-                    router,
-                    texts,
-                    settings=settings.front,
-                    readiness=lambda: _readiness(router),
-                    sampling_defaults=lambda model: sampling_defaults(router, model),
-                    context_length=lambda model: context_length(router, model),
-                    offload=offload,
-                    observer=told,
-                ),
+                http=_http_front(router, texts, settings=settings.front, offload=offload, names=names, observer=told),
                 grpc=grpc_server(router, settings=settings.grpc),
                 addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
             )
@@ -202,6 +203,34 @@ async def open_service(
                 finally:
                     service.stop()
                 nursery.cancel_scope.cancel()
+
+
+def _http_front(
+    router: Router,
+    texts: LoadedText | BundleText,
+    *,
+    settings: FrontSettings,
+    offload: Offload,
+    names: Offload,
+    observer: Observer,
+) -> HttpFront:
+    desk = MediaDesk(
+        lambda model: media_facts(router, model),
+        settings=settings.media,
+        observer=observer,
+        addresses=partial(system_addresses, offload=names),
+    )
+    return HttpFront(
+        router,
+        texts,
+        settings=settings,
+        readiness=lambda: _readiness(router),
+        sampling_defaults=lambda model: sampling_defaults(router, model),
+        context_length=lambda model: context_length(router, model),
+        media=desk,
+        offload=offload,
+        observer=observer,
+    )
 
 
 def _debug_pages(router: Router) -> Mapping[str, Callable[[], object]]:
@@ -311,6 +340,35 @@ def context_length(router: Router, model: str) -> int | None:
     """The longest context among the workers that serve the model and tell; None when none does."""
     facts = [worker.facts for worker in router.registry.workers if worker.facts is not None]
     return max((each.model_info.max_context_length for each in facts if each.model == model), default=0) or None
+
+
+def media_facts(router: Router, model: str) -> ModelMedia:
+    """What the workers that serve the model say of it and of media, ready or not."""
+    known = [
+        (worker.spec.role.value, worker.facts)
+        for worker in router.registry.workers
+        if worker.facts is not None and worker.facts.model == model
+    ]
+    # Any of them: they would not share handoffs if they served different models under one name.
+    info = known[0][1].model_info if known else None
+    return ModelMedia(
+        model=ModelFacts(
+            name=model,
+            model_type=info.model_type if info else "",
+            architectures=tuple(info.architectures) if info else (),
+        ),
+        workers=tuple(_worker_media(facts, leg=leg) for leg, facts in known),
+    )
+
+
+def _worker_media(facts: WorkerFacts, *, leg: str) -> WorkerMedia:
+    # Every worker here speaks vLLM's gRPC service; there are none behind ZMQ.
+    return WorkerMedia(
+        mm_processor=facts.server_info.mm_processor,
+        schemes=parse_schemes(facts.server_info.mm_media_ref_schemes),
+        item_limits=facts.server_info.mm_item_limits,
+        leg=leg,
+    )
 
 
 def sampling_defaults(router: Router, model: str) -> Mapping[str, float]:

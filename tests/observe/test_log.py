@@ -132,6 +132,25 @@ class TestLines:
             ("worker not ready", "warning"),
         ]
 
+    def test_who_processes_media_is_told_once_for_each_change_and_model(self, stream):
+        set_up_logging(LogSettings(json=True), stream=stream)
+        log = RequestLog()
+        for model, mode, reason in [
+            ("m", "worker", "auto_uniform"),
+            ("m", "worker", "auto_uniform"),
+            ("other", "worker", "auto_uniform"),
+            ("m", "router", "auto_mixed"),
+            ("m", "worker", "auto_uniform"),
+        ]:
+            log.media_resolved(model=model, mode=mode, reason=reason)
+        entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [(entry["model"], entry["side"], entry["reason"]) for entry in entries] == [
+            ("m", "worker", "auto_uniform"),
+            ("other", "worker", "auto_uniform"),
+            ("m", "router", "auto_mixed"),
+            ("m", "worker", "auto_uniform"),
+        ]
+
     def test_connections_are_told_of_to_who_looks_closely(self, stream):
         set_up_logging(LogSettings(json=True, level="debug"), stream=stream)
         RequestLog().channel_changed(worker="d:1", state="backoff", reason="refused")

@@ -92,6 +92,13 @@ class TestRequests:
         assert scrape.value("trio_router_requests_in_flight") == 0
         assert scrape.series("trio_router_requests_ended_total") == []
 
+    def test_who_processes_media_is_counted_with_the_reason(self, metrics):
+        for reason in ("auto_uniform", "auto_uniform", "config"):
+            metrics.media_resolved(model="m", mode="worker", reason=reason)
+        scrape = Scrape(metrics)
+        assert scrape.value("smg_mm_processing_total", model="m", mode="worker", reason="auto_uniform") == 2
+        assert scrape.value("smg_mm_processing_total", model="m", mode="worker", reason="config") == 1
+
     def test_http_responses_are_counted_by_status(self, metrics):
         metrics.http_responses = lambda: {404: 2, 200: 5}
         scrape = Scrape(metrics)

@@ -20,6 +20,7 @@ from ..rpc.transport import Listener
 from .exchange import Exchange, is_request_id
 from .faults import ClientGone, MethodNotAllowed, NoSuchRoute, UnsupportedMedia
 from .http import HttpServer
+from .media import MediaDesk
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.endpoint import Services, any_length, no_defaults
@@ -60,6 +61,7 @@ class HttpFront:
         readiness: Callable[[], Readiness] | None = None,
         sampling_defaults: SamplingDefaults = no_defaults,
         context_length: ContextLength = any_length,
+        media: MediaDesk | None = None,
         offload: Offload = inline,
         observer: Observer | None = None,
         ids: Callable[[], str] = random_id,
@@ -80,6 +82,7 @@ class HttpFront:
             offload=offload,
             sampling_defaults=sampling_defaults,
             context_length=context_length,
+            media=media or MediaDesk(settings=settings.media, observer=observer),
         )
         self._server = HttpServer(self.handle, settings=settings.http, clock=clock, on_refusal=self._refused)
         self._routes: dict[str, dict[str, Route]] = {

@@ -84,9 +84,15 @@ class Exchange:
         self.request_id = request_id
         self.always = ((b"x-request-id", request_id.encode("ascii")),)
 
-    def forget_body(self) -> None:
-        """The request's body has been made into something else: let its memory, and its share of the budget, go."""
+    def drop_body(self) -> None:
+        """The request's body has been made into something as large: let its memory go, and keep its share of the budget
+        until the exchange ends.
+        """
         self.request.body = b""
+
+    def forget_body(self) -> None:
+        """The request's body has been made into something small: let its memory, and its share of the budget, go."""
+        self.drop_body()
         self._release()
 
     async def respond(self, status: int, *, headers: Headers = (), body: bytes = b"") -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..media.mode import WorkerMedia
+from ..media.specs import ModelFacts
 from ..protocol.messages import GenerateRequest
 from ..text.tokenizer import Tokenizer
 
@@ -67,7 +69,17 @@ class Readiness:
     total_workers: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMedia:
+    """What the fleet says of a model and of media: every registered worker of the model, whether it is ready or not."""
+
+    model: ModelFacts
+    workers: tuple[WorkerMedia, ...] = field(default=())
+
+
 ContextLength = Callable[[str], int | None]
 """For a model: how many tokens of prompt and answer its context holds. None: not known."""
 SamplingDefaults = Callable[[str], Mapping[str, float]]
 """For a model: what its maker recommends for temperature, top_p, top_k, min_p and repetition_penalty."""
+MediaFacts = Callable[[str], ModelMedia]
+"""For a model: what is known of it that media depend on."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..media.gate import MediaPolicy
+from ..media.mode import ProcessingMode
+
 KIB: Final = 1024
 MIB: Final = 1024 * 1024
 
@@ -41,10 +44,21 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSettings:
+    """Who processes media, and what may be fetched."""
+
+    mode: ProcessingMode = ProcessingMode.AUTO
+    policy: MediaPolicy = field(default_factory=MediaPolicy)
+    resolve_seconds: float = 5.0
+    """For the names of all hosts of a request: what a resolver needs to try a second server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontSettings:
     """The OpenAI side of the HTTP front."""
 
     http: HttpSettings = field(default_factory=HttpSettings)
+    media: MediaSettings = field(default_factory=MediaSettings)
     request_seconds: float = 1800.0
     """The router's bound on one generation."""
     max_choices: int = 128

@@ -14,6 +14,7 @@ import trio
 import trio_router.engine.assets
 from trio_router.errors import RouterError
 from trio_router.front.app import HttpFront
+from trio_router.front.media import MediaDesk
 from trio_router.front.seams import Sink
 from trio_router.front.settings import FrontSettings, HttpSettings
 from trio_router.front.texts import LoadedText
@@ -185,17 +186,25 @@ def content() -> Callable[..., str]:
 
 @pytest.fixture
 def serve(launch, tokenizer) -> Callable[..., Awaitable[object]]:
-    """`site = await serve(router, capacity=..., front={...}, **http_settings)`."""
+    """`site = await serve(router, capacity=..., front={...}, media=desk, texts=tokenizer, **http_settings)`."""
 
     async def serve_front(
-        router: ScriptedRouter, *, capacity: int = 65536, front: dict | None = None, context: int | None = None, **http
+        router: ScriptedRouter,
+        *,
+        capacity: int = 65536,
+        front: dict | None = None,
+        context: int | None = None,
+        media: MediaDesk | None = None,
+        texts: Tokenizer | None = None,
+        **http,
     ):
         numbers = itertools.count(1)
         made = HttpFront(
             router,
-            LoadedText(tokenizer),
+            LoadedText(texts or tokenizer),
             settings=FrontSettings(http=HttpSettings(**http), **(front or {})),
             context_length=lambda model: context,
+            media=media,
             ids=lambda: f"{next(numbers):032x}",
             clock=lambda: 1_700_000_000.9,
         )

@@ -341,7 +341,7 @@ async def test_tokens_after_a_stop_are_counted_and_not_shown(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
             501,
             "multimodal_router_processing_unavailable",
-            "messages[0].content[0] is of type 'image_url'",
+            "messages[0].content[0].image_url: the media of this request are not left to workers (model_not_opted_in)",
         ),
     ],
 )

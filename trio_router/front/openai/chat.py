@@ -8,6 +8,7 @@ from ...errors import Unsupported
 from ..exchange import Exchange
 from .endpoint import Services, answer_for
 from .generation import Answer, run_answer
+from .parts import media_plan
 from .prompts import chat_prompt
 from .sampling import sampling_params
 from .schema import ChatRequest, parse
@@ -26,10 +27,23 @@ async def _prepare(exchange: Exchange, services: Services) -> Answer:
     services.check_choices(request, prompts=1)
     model = services.model(request.model)
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    plan = media_plan(request)
     sampling = sampling_params(request, max_tokens=max_tokens, defaults=services.sampling_defaults(model))
+    is_long = services.is_long(exchange.request.body)
+    if plan:
+        # Its data: URLs are in the plan now, and may be most of it.
+        exchange.drop_body()
+        await services.media.admit(plan, model=model)
     tokenizer = await services.texts.get(model)
-    render = partial(chat_prompt, request, tokenizer=tokenizer, max_tokens=services.context_length(model))
-    prompt = await services.offload(render) if services.is_long(exchange.request.body) else render()
+    render = partial(
+        chat_prompt,
+        request,
+        tokenizer=tokenizer,
+        max_tokens=services.context_length(model),
+        plan=plan,
+        spec=services.media.spec(model),
+    )
+    prompt = await services.offload(render) if is_long else render()
     return answer_for(
         request,
         [prompt],
@@ -40,6 +54,7 @@ async def _prepare(exchange: Exchange, services: Services) -> Answer:
         model=model,
         tokenizer=tokenizer,
         services=services,
+        media=plan,
     )
 
 

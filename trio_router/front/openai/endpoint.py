@@ -6,15 +6,18 @@ Must not know how a prompt was made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
+from ...media.items import MediaPlan
 from ...offload import Offload, inline
 from ...protocol.codec import make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
 from ...text.stops import StopAutomaton
 from ...text.tokenizer import Tokenizer
 from ..exchange import Exchange, is_request_id
+from ..media import MediaDesk
 from ..seams import ContextLength, Router, SamplingDefaults, TextSource
 from ..settings import FrontSettings
 from .choice import NOTHING_HIDDEN, TextRules
@@ -22,6 +25,8 @@ from .generation import Answer
 from .sampling import stop_strings
 from .schema import GenerationRequest
 from .shapes import ChatShape, CompletionShape
+
+NO_MEDIA: Final = MediaPlan()
 
 
 def no_defaults(model: str) -> dict[str, float]:
@@ -48,6 +53,7 @@ class Services:
     offload: Offload = inline
     sampling_defaults: SamplingDefaults = no_defaults
     context_length: ContextLength = any_length
+    media: MediaDesk = field(default_factory=MediaDesk)
 
     def is_long(self, body: bytes) -> bool:
         """Making a prompt of this body would keep other connections waiting: a thread should do it."""
@@ -88,6 +94,7 @@ def answer_for(
     model: str,
     tokenizer: Tokenizer,
     services: Services,
+    media: MediaPlan = NO_MEDIA,
 ) -> Answer:
     """Decide everything else, the request's id included: the body's `rid`, the header's, or the response's own."""
     response_id = f"{id_prefix}{services.ids()}"
@@ -104,6 +111,7 @@ def answer_for(
                 tokenized=prompt,
                 sampling_params=sampling,
                 stream=True,
+                media_refs=media.references() if media else None,
             )
             for at, prompt in enumerate(prompts)
         ],
@@ -113,6 +121,7 @@ def answer_for(
         shape=shape(response_id=response_id, created=int(services.clock()), model=model),
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
+        holds_body="data" in media.schemes,
     )
 
 

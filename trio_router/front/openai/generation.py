@@ -39,12 +39,17 @@ class Answer:
     shape: Shape
     stream: bool
     include_usage: bool
+    holds_body: bool = False
+    """Most of what the client sent is in the requests, and stays in memory with them."""
 
 
 async def run_answer(exchange: Exchange, answer: Answer, *, router: Router, settings: FrontSettings) -> None:
     """Run it and answer the exchange. Raises the error family as long as nothing has gone out."""
     exchange.recorded = True
-    exchange.forget_body()
+    if answer.holds_body:
+        exchange.drop_body()
+    else:
+        exchange.forget_body()
     run = _Run(answer, router=router, settings=settings)
     await (run.stream(exchange) if answer.stream else run.collect(exchange))
 

@@ -6,22 +6,42 @@ The functions here may take long for long prompts; the endpoints decide where th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
-from ...errors import BadRequest, Unsupported
+from ...errors import BadRequest
+from ...media.anchors import check_anchors
+from ...media.items import MediaPlan, Modality
+from ...media.specs import ModelSpec
 from ...protocol.codec import make
 from ...protocol.messages import TokenizedInput
+from ...text.content import ContentFormat
 from ...text.tokenizer import PromptTooLong, Tokenizer
-from .schema import ChatRequest, ContentPart, Message
+from .parts import part_place, template_part
+from .schema import ChatRequest, Message
+
+NO_MEDIA: Final = MediaPlan()
 
 
 def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """Messages as the template takes them; raises Unsupported for a part that is not text."""
+    """Messages as the template takes them, media as parts that say no more than what they are. Raises BadRequest for a
+    part that is none.
+    """
     return [_message(message, at=at) for at, message in enumerate(request.messages)]
 
 
-def chat_prompt(request: ChatRequest, *, tokenizer: Tokenizer, max_tokens: int | None = None) -> TokenizedInput:
-    """Render and tokenize a conversation; raises BadRequest, also for more than `max_tokens`."""
+def chat_prompt(
+    request: ChatRequest,
+    *,
+    tokenizer: Tokenizer,
+    max_tokens: int | None = None,
+    plan: MediaPlan = NO_MEDIA,
+    spec: ModelSpec | None = None,
+) -> TokenizedInput:
+    """Render and tokenize a conversation, one anchor for each item of its plan.
+
+    `spec` is the model's family, if it takes media. Raises BadRequest, also for more than `max_tokens`.
+    """
     messages = chat_messages(request)
     if tokenizer.template is None:
         raise BadRequest(
@@ -34,10 +54,16 @@ def chat_prompt(request: ChatRequest, *, tokenizer: Tokenizer, max_tokens: int |
     # What the API has a field for cannot be overridden beside it.
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
+    if plan and spec is not None and tokenizer.template.content_format() is ContentFormat.TEXT:
+        messages = [_with_anchors(message, spec=spec) for message in messages]
     text = tokenizer.template.render(
         messages, add_generation_prompt=request.add_generation_prompt is not False, **variables
     )
-    return text_prompt(text, tokenizer=tokenizer, add_special_tokens=False, max_tokens=max_tokens)
+    prompt = text_prompt(text, tokenizer=tokenizer, add_special_tokens=False, max_tokens=max_tokens)
+    if spec is not None:
+        tokenize = partial(tokenizer.encode, add_special_tokens=False, max_tokens=None)
+        check_anchors(prompt.input_ids, plan=plan, spec=spec, tokenize=tokenize)
+    return prompt
 
 
 def text_prompt(
@@ -75,7 +101,7 @@ def _input(text: str, token_ids: list[int]) -> TokenizedInput:
 def _message(message: Message, *, at: int) -> dict[str, Any]:
     content: Any = message.content
     if isinstance(content, list):
-        content = [_part(part, where=f"messages[{at}].content[{number}]") for number, part in enumerate(content)]
+        content = [template_part(part, where=part_place(at, number)) for number, part in enumerate(content)]
     extras = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
@@ -86,12 +112,10 @@ def _message(message: Message, *, at: int) -> dict[str, Any]:
     return {"role": message.role, "content": content, **known}
 
 
-def _part(part: ContentPart, *, where: str) -> dict[str, str]:
-    if part.type != "text":
-        raise Unsupported(
-            f"{where} is of type {part.type!r}: media are not processed by this router yet",
-            code="multimodal_router_processing_unavailable",
-        )
-    if part.text is None:
-        raise BadRequest(f"{where}.text is missing")
-    return {"type": "text", "text": part.text}
+def _with_anchors(message: dict[str, Any], *, spec: ModelSpec) -> dict[str, Any]:
+    """For templates that print content: the anchors of a message, then its texts, each on a line, as vLLM has it."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    anchors = [spec.anchors[Modality(part["type"])] for part in content if part["type"] != "text"]
+    return {**message, "content": "\n".join([*anchors, *(part["text"] for part in content if part["type"] == "text")])}

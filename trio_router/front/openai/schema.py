@@ -73,9 +73,29 @@ class GenerationRequest(Struct, kw_only=True):
     prompt_logprobs: int | None = None
 
 
+class MediaUrl(Struct):
+    url: str
+    # What OpenAI's models do with it has no counterpart here.
+    detail: str | None = None
+    max_long_side_pixel: Count | None = None
+    fps: Annotated[float, Meta(gt=0)] | None = None
+
+
+class InputAudio(Struct):
+    data: str
+    format: str | None = None
+
+
 class ContentPart(Struct):
     type: str
     text: str | None = None
+    image_url: str | MediaUrl | None = None
+    video_url: str | MediaUrl | None = None
+    audio_url: str | MediaUrl | None = None
+    input_audio: InputAudio | None = None
+    # Some clients write these beside the item.
+    max_long_side_pixel: Count | None = None
+    fps: Annotated[float, Meta(gt=0)] | None = None
 
 
 class Message(Struct):
