@@ -23,6 +23,7 @@ from trio_router.engine.sampling import SamplingPlan
 from trio_router.engine.sequence import EngineFailure, Finish, Sequence
 from trio_router.engine.settings import WorkerSettings
 from trio_router.engine.worker import Worker, open_worker
+from trio_router.offload import inline
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import GenerateRequest, GenerateResponse, SamplingParams, TokenizedInput
 from trio_router.rpc.call import ClientCall
@@ -233,7 +234,8 @@ class Fleet:
 
 @pytest.fixture
 def open_fleet() -> Callable[..., Any]:
-    """Opens workers: names with changes to their settings. A name starts with p, d or w for its role."""
+    """Opens workers: names with changes to their settings, and a `fetcher` of media where one is wanted. A name starts
+    with p, d or w for its role."""
     roles = {"p": "prefill", "d": "decode", "w": "plain"}
 
     @asynccontextmanager
@@ -241,6 +243,7 @@ def open_fleet() -> Callable[..., Any]:
         fleet = Fleet(MemoryNetwork())
         async with AsyncExitStack() as stack:
             for name, changes in workers.items():
+                fetcher = changes.pop("fetcher", None)
                 listener, transfer_listener = fleet.network.listen(f"{name}:1"), fleet.network.listen(f"{name}:2")
                 fleet.workers[name] = await stack.enter_async_context(
                     open_worker(
@@ -248,6 +251,8 @@ def open_fleet() -> Callable[..., Any]:
                         listener=listener,
                         transfer_listener=transfer_listener,
                         dialer=fleet.network.dial,
+                        fetcher=fetcher,
+                        offload=inline,
                     )
                 )
                 fleet.channels[name] = await stack.enter_async_context(

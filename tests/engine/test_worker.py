@@ -93,7 +93,7 @@ async def test_a_call_that_was_cancelled_before_it_began_has_not_happened(open_f
 
     async with open_fleet(w={}) as fleet:
         engine = fleet.workers["w"].engine
-        servicer = Servicer(engine, model=load_model(), rng=random.Random(1))
+        servicer = Servicer(engine, model=load_model(), media=None, rng=random.Random(1))
         with trio.CancelScope() as scope:
             scope.cancel()
             await servicer._generate(Call())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -17,20 +17,26 @@ SLOT_BYTES: Final = 8
 NO_PARENT: Final = b""
 
 
-def chain_hashes(token_ids: Sequence[int], *, block_size: int) -> list[bytes]:
-    """Content hashes of the full blocks of a context: each covers its tokens and, through its parent, all before."""
+def chain_hashes(
+    token_ids: Sequence[int], *, block_size: int, parent: bytes = NO_PARENT, extras: Mapping[int, bytes] | None = None
+) -> list[bytes]:
+    """Content hashes of the full blocks of a context: each covers its tokens and, through its parent, all before.
+
+    `extras` are further contents by the number of their block: what is not told by tokens. A `parent` of the first
+    block keeps contexts apart that nothing else tells apart.
+    """
     hashes: list[bytes] = []
-    parent = NO_PARENT
     packed = array("I", token_ids)
     for start in range(0, len(packed) - block_size + 1, block_size):
-        parent = block_hash(parent, packed[start : start + block_size])
+        extra = b"" if extras is None else extras.get(start // block_size, b"")
+        parent = block_hash(parent, packed[start : start + block_size], extra=extra)
         hashes.append(parent)
     return hashes
 
 
-def block_hash(parent: bytes, token_ids: array[int]) -> bytes:
+def block_hash(parent: bytes, token_ids: array[int], *, extra: bytes = b"") -> bytes:
     """The content hash of one full block after the block of hash `parent` (NO_PARENT for the first)."""
-    return blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
+    return blake2b(parent + token_ids.tobytes() + extra, digest_size=16).digest()
 
 
 class KvCache:

@@ -102,6 +102,10 @@ class Core:
                 # Looked for again only when blocks have come back.
                 self._blocked_at = (sequence, self.cache.releases)
                 break
+            if sequence.pull is None and sequence.lacks_pixels and sequence.directive.pull is None:
+                # Nothing brings the state, and an encoder is run without its input (seen on vLLM 0.32).
+                self.die()
+                break
             self.waiting.popleft()
             if sequence.pull is not None:
                 sequence.move(Phase.PULLING)
@@ -133,7 +137,8 @@ class Core:
 
     def _start(self, sequence: Sequence, *, now: float) -> None:
         rate = self.faults.error_rate
-        if rate and self._draw() < rate:
+        # Media whose state was pulled, and then lost to a preemption, can be computed by nobody here.
+        if sequence.lacks_pixels or (rate and self._draw() < rate):
             self._end(sequence, finish=Finish(reason=FinishReason.ERROR), token_ids=[], now=now)
             return
         sequence.move(Phase.RUNNING)

@@ -42,5 +42,11 @@ class Counters:
     """How many nobody came for."""
     stray_notices: int = 0
     """Notices about a handoff that was not held (any more)."""
+    media_fetches: int = 0
+    """Items of media that this worker went for: over the web, in a file or in a data: URL."""
+    media_items_processed: int = 0
+    """Items it decoded and measured."""
+    identities: int = 0
+    """Requests whose media it told a decode worker about."""
     notices_sent: int = 0
     """Releases this worker sent to prefill workers."""

@@ -41,8 +41,8 @@ def model_info(model: Model, *, settings: WorkerSettings) -> GetModelInfoRespons
         is_generation=True,
         max_context_length=settings.max_context_length,
         vocab_size=model.vocab_size,
-        supports_vision=False,
-        served_model_name=settings.model_name,
+        supports_vision=settings.media.sees and not settings.media.language_model_only,
+        served_model_name=settings.served_name,
         tokenizer_path=str(model.directory),
         model_type=str(config.get("model_type", "")),
         architectures=[str(name) for name in config.get("architectures", [])],
@@ -55,7 +55,10 @@ def model_info(model: Model, *, settings: WorkerSettings) -> GetModelInfoRespons
 
 
 def server_info(settings: WorkerSettings, *, engine_id: str) -> GetServerInfoResponse:
-    """The connector facts are empty on a worker without one. The engine id is the base, whatever ranks there are."""
+    """The connector facts are empty on a worker without one, those of media likewise. The engine id is the base,
+    whatever ranks there are."""
+    media = settings.media
+    processor = media.advertised
     return GetServerInfoResponse(
         kv_connector=settings.kv_connector.class_name,
         kv_role=settings.kv_role,
@@ -65,6 +68,11 @@ def server_info(settings: WorkerSettings, *, engine_id: str) -> GetServerInfoRes
         block_size=settings.block_size,
         model_dtype="bfloat16",
         max_num_seqs=settings.max_num_seqs,
+        mm_processor=processor,
+        mm_media_ref_schemes=",".join(media.schemes) if processor else "",
+        mm_processor_source=media.source if processor else "",
+        mm_item_limits=",".join(f"{kind}={limit}" for kind, limit in sorted(media.limits.items())) if processor else "",
+        multimodal_encoder_dtype="bfloat16" if processor else "",
     )
 
 
@@ -86,6 +94,8 @@ def counters_reply(core: Core) -> GetCountersResponse:
         free_blocks=core.cache.free_blocks,
         total_blocks=core.cache.num_blocks,
         engine_dead=core.dead,
+        media_fetches=counters.media_fetches,
+        media_items_processed=counters.media_items_processed,
     )
 
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import betterproto
 
 from ..errors import BadRequest
-from ..protocol.messages import GenerateRequest, MultimodalInputs
+from ..protocol.messages import GenerateRequest
 from .handoff import KvParams, read_directive
 from .model import Model, StopStrings
 from .sampling import SamplingPlan, plan_sampling
 from .sequence import Outlet, Sequence
 from .settings import WorkerSettings
+from .vision.batches import is_preprocessed
+from .vision.sight import NOTHING_SEEN, Sight, has_media_refs, is_tokenized, media_batches
+from .vision.visuals import Visuals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,26 +34,13 @@ class Order:
     params: KvParams | None
     rank: int | None
     """The data parallel rank it asks for; None: the engine chooses."""
+    visuals: Visuals | None = None
+    cache_salt: str | None = None
 
 
 def input_type(request: GenerateRequest) -> str | None:
     """Which input the request carries: "tokenized", "text" or None."""
     return betterproto.which_one_of(request, "input")[0] or None
-
-
-def media_batches(request: GenerateRequest) -> list[MultimodalInputs]:
-    """Preprocessed media: the one batch, if it is there at all, and every extra one."""
-    first = [request.mm_inputs] if betterproto.serialized_on_wire(request.mm_inputs) else []
-    return [*first, *request.extra_mm_inputs]
-
-
-def is_preprocessed(batch: MultimodalInputs) -> bool:
-    """Whether a batch has pixels or tensors, and not only hashes and placeholders."""
-    return betterproto.serialized_on_wire(batch.pixel_values) or bool(batch.model_specific_tensors)
-
-
-def has_media_refs(request: GenerateRequest) -> bool:
-    return betterproto.serialized_on_wire(request.media_refs)
 
 
 def log_line(request: GenerateRequest) -> str:
@@ -63,46 +53,42 @@ def log_line(request: GenerateRequest) -> str:
     )
 
 
-def take_order(request: GenerateRequest, *, params: KvParams | None, model: Model, settings: WorkerSettings) -> Order:
-    """Check everything but the KV params, which come before. Raises BadRequest."""
-    _refuse_media(request, params=params)
+def take_order(
+    request: GenerateRequest,
+    *,
+    params: KvParams | None,
+    model: Model,
+    settings: WorkerSettings,
+    sight: Sight = NOTHING_SEEN,
+) -> Order:
+    """Check everything but the KV params and the media, which come before. Raises BadRequest."""
     plan = plan_sampling(request.sampling_params, vocab_size=model.vocab_size)
     rank = request.data_parallel_rank
     if rank is not None and not 0 <= rank < settings.dp_size:
         raise BadRequest(f"data_parallel_rank {rank} is out of range [0, {settings.dp_size}).")
-    if input_type(request) == "tokenized":
+    if sight.prompt is not None:
+        prompt = sight.prompt
+    elif is_tokenized(request):
         prompt = request.tokenized.input_ids
     else:
         # An unset input arrives at the engine as an empty text.
         text = request.text if input_type(request) == "text" else ""
         prompt = model.tokenizer.encode(text, add_special_tokens=True)
     if plan.truncate_prompt_tokens is not None and plan.truncate_prompt_tokens >= 0:
+        if sight.visuals is not None:
+            raise BadRequest("truncate_prompt_tokens would cut media; leave it out of a request that has any")
         prompt = prompt[max(0, len(prompt) - plan.truncate_prompt_tokens) :]
     _check_prompt(prompt, vocab_size=model.vocab_size, limit=settings.max_context_length)
     return Order(
-        request_id=request.request_id, prompt=prompt, plan=plan, streaming=request.stream, params=params, rank=rank
+        request_id=request.request_id,
+        prompt=prompt,
+        plan=plan,
+        streaming=request.stream,
+        params=params,
+        rank=rank,
+        visuals=sight.visuals,
+        cache_salt=sight.cache_salt,
     )
-
-
-def _refuse_media(request: GenerateRequest, *, params: KvParams | None) -> None:
-    batches = media_batches(request)
-    tokenized = input_type(request) == "tokenized"
-    if has_media_refs(request):
-        if not tokenized or batches:
-            raise BadRequest(
-                "media_refs requires tokenized input and cannot be combined with preprocessed multimodal inputs"
-            )
-        raise BadRequest("media_refs sent but this worker has no media processor")
-    if not tokenized or not batches:
-        # Media beside a text prompt are ignored, as the servicer ignores them.
-        return
-    preprocessed = [batch for batch in batches if is_preprocessed(batch)]
-    if params is None and any(not betterproto.serialized_on_wire(batch.pixel_values) for batch in preprocessed):
-        raise BadRequest(
-            "multimodal payload carries grid tensors but no pixel_values and no kv_transfer_params;"
-            " a pixel-less leg requires remote KV"
-        )
-    raise BadRequest("this model takes text only; it has no use for multimodal inputs")
 
 
 def _check_prompt(prompt: list[int], *, vocab_size: int, limit: int) -> None:
@@ -148,6 +134,8 @@ def make_sequences(
             rank=rank,
             directive=directive,
             stop_text=StopStrings(model.tokenizer, plan=plan) if plan.stop else None,
+            visuals=order.visuals,
+            cache_salt=order.cache_salt,
         )
         for index in range(plan.n)
     ]

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import trio
 
+from ..protocol.messages import MediaIdentity
 from .responses import ChoiceEncoder
 from .sequence import EngineFailure, Finish, Sequence
 
@@ -41,10 +42,19 @@ class _Choice:
 class Replies:
     """The outlet of one Generate call. `done` is set when every choice's last frame has been queued, or on failure."""
 
-    __slots__ = ("_choices", "_full", "_open", "_sink", "_streaming", "_touched", "done", "failure")
+    __slots__ = ("_choices", "_full", "_identity", "_open", "_sink", "_streaming", "_touched", "done", "failure")
 
-    def __init__(self, sink: FrameSink, *, choices: int, streaming: bool, touched: Callable[[FrameSink], None]) -> None:
-        """`touched` is told about the sink whenever frames wait in it for a flush."""
+    def __init__(
+        self,
+        sink: FrameSink,
+        *,
+        choices: int,
+        streaming: bool,
+        touched: Callable[[FrameSink], None],
+        identity: MediaIdentity | None = None,
+    ) -> None:
+        """`touched` is told about the sink whenever frames wait in it for a flush; `identity` goes with every end."""
+        self._identity = identity
         self.done = trio.Event()
         self.failure: EngineFailure | None = None
         self._sink = sink
@@ -64,7 +74,10 @@ class Replies:
         choice = self._choices[sequence.index]
         if choice.encoder is None:
             choice.encoder = ChoiceEncoder(
-                index=sequence.index, prompt_tokens=sequence.prompt_length, cached_tokens=sequence.cached_tokens
+                index=sequence.index,
+                prompt_tokens=sequence.prompt_length,
+                cached_tokens=sequence.cached_tokens,
+                identity=self._identity,
             )
         if finish is None and self._streaming and not self._full:
             # The usual token: no bookkeeping beyond the bytes.

@@ -10,7 +10,7 @@ import json
 from typing import Final
 
 from ..protocol.codec import encode
-from ..protocol.messages import GenerateComplete, GenerateResponse, KvTransferParams
+from ..protocol.messages import GenerateComplete, GenerateResponse, KvTransferParams, MediaIdentity
 from ..protocol.varint import write_varint, written
 from .handoff import KvParams
 from .sequence import Finish
@@ -29,9 +29,22 @@ _MAX_ID_BYTES: Final = 5
 class ChoiceEncoder:
     """Makes the frames of one choice; the counts that every frame repeats are fixed when it is made."""
 
-    __slots__ = ("_after_count", "_before_count", "_heads", "_tail", "cached_tokens", "index", "prompt_tokens")
+    __slots__ = (
+        "_after_count",
+        "_before_count",
+        "_heads",
+        "_identity",
+        "_tail",
+        "cached_tokens",
+        "index",
+        "prompt_tokens",
+    )
 
-    def __init__(self, *, index: int, prompt_tokens: int, cached_tokens: int) -> None:
+    def __init__(
+        self, *, index: int, prompt_tokens: int, cached_tokens: int, identity: MediaIdentity | None = None
+    ) -> None:
+        """`identity` is that of the request's media, for the complete."""
+        self._identity = identity
         self.index = index
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
@@ -74,6 +87,8 @@ class ChoiceEncoder:
             mirror = _legacy_mirror(finish.kv_params)
             if mirror is not None:
                 complete.kv_transfer_params = mirror
+        if self._identity is not None:
+            complete.media_identity = self._identity
         return encode(GenerateResponse(complete=complete))
 
 

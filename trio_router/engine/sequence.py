@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from enum import Enum, StrEnum, unique
+from hashlib import blake2b
 from typing import Final, Protocol
 
 from .blocks import NO_PARENT, KvCache, block_hash, chain_hashes
@@ -16,6 +17,7 @@ from .handoff import NOTHING, Directive, Handoff, KvParams, Transfer
 from .language import Language
 from .sampling import SamplingPlan
 from .state import ROOT, advance, fold
+from .vision.visuals import Visuals, extras_of
 
 
 @unique
@@ -90,8 +92,11 @@ class Sequence:
         "_barred_at_first",
         "_endings",
         "_eos_token_id",
+        "_extras",
+        "_first_parent",
         "_folded",
         "_hashes",
+        "_inputs",
         "_plan",
         "_sampling_salt",
         "_slot",
@@ -112,6 +117,7 @@ class Sequence:
         "stop_text",
         "token_limit",
         "tokens",
+        "visuals",
     )
 
     def __init__(
@@ -129,6 +135,8 @@ class Sequence:
         rank: int = 0,
         directive: Directive = NOTHING,
         stop_text: StopText | None = None,
+        visuals: Visuals | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.internal_id = internal_id
         self.external_id = external_id
@@ -152,6 +160,14 @@ class Sequence:
         self._barred = frozenset({eos_token_id}) if plan.ignore_eos else frozenset[int]()
         self._barred_at_first = self._barred | plan.stop_token_ids | {eos_token_id}
         self._sampling_salt = None if plan.greedy else advance(advance(ROOT, seed), index)
+        self.visuals = visuals
+        # What the model is fed: the tokens, and what media put in the place of some.
+        self._inputs = self.tokens
+        if visuals is not None:
+            self._inputs = [visuals.values.get(place, token) for place, token in enumerate(prompt)]
+            self._sampling_salt = fold(self._sampling_salt or ROOT, visuals.salt)
+        self._extras: dict[int, bytes] | None = None
+        self._first_parent = NO_PARENT if cache_salt is None else blake2b(cache_salt.encode(), digest_size=16).digest()
         self._hashes: list[bytes] = []
         self.blocks: list[int] = []
         self.computed = 0
@@ -174,6 +190,12 @@ class Sequence:
         """Whether there is more of the context to compute than the one token that a decode step computes."""
         return self.computed < self.prefill_end
 
+    @property
+    def lacks_pixels(self) -> bool:
+        """Whether what is to be computed next needs pixels that this worker was not given."""
+        visuals = self.visuals
+        return visuals is not None and not visuals.has_pixels and self.computed < visuals.end
+
     def move(self, phase: Phase) -> None:
         """Change phase. Raises RuntimeError for a move that is not in the table: a bug of the engine's."""
         if phase not in _MOVES[self.phase]:
@@ -183,7 +205,11 @@ class Sequence:
     def reusable_hashes(self, block_size: int) -> list[bytes]:
         """Content hashes of the blocks that a hit may cover: at least the last token is always computed afresh."""
         if not self._hashes:
-            self._hashes = chain_hashes(self.tokens, block_size=block_size)
+            if self.visuals is not None:
+                self._extras = extras_of(self.visuals, block_size=block_size)
+            self._hashes = chain_hashes(
+                self.tokens, block_size=block_size, parent=self._first_parent, extras=self._extras
+            )
         return self._hashes[: (len(self.tokens) - 1) // block_size]
 
     def resume(self, cache: KvCache, *, length: int) -> None:
@@ -202,7 +228,7 @@ class Sequence:
         size, memory, blocks = cache.block_size, cache.memory, self.blocks
         slot, position = self._slot, self.computed
         # This loop and `sample` are what a token costs (with the frame's bytes, 3 us in all).
-        for token in self.tokens[position : position + count]:
+        for token in self._inputs[position : position + count]:
             slot = advance(slot, token)
             offset = position % size
             memory[blocks[position // size] * size + offset] = slot
@@ -220,9 +246,11 @@ class Sequence:
 
     def _publish(self, cache: KvCache, *, index: int) -> None:
         if index >= len(self._hashes):
-            parent = self._hashes[-1] if self._hashes else NO_PARENT
+            parent = self._hashes[-1] if self._hashes else self._first_parent
             start = index * cache.block_size
-            self._hashes.append(block_hash(parent, array("I", self.tokens[start : start + cache.block_size])))
+            extra = b"" if self._extras is None else self._extras.get(index, b"")
+            block = array("I", self.tokens[start : start + cache.block_size])
+            self._hashes.append(block_hash(parent, block, extra=extra))
         cache.publish(self.blocks[index], content=self._hashes[index])
 
     def sample(self, language: Language) -> int:
@@ -236,6 +264,8 @@ class Sequence:
         earlier = tokens[-2] if len(tokens) > 1 else -1
         token = language.next_token(digest, earlier=earlier, last=tokens[-1], barred=barred)
         tokens.append(token)
+        if self._inputs is not tokens:
+            self._inputs.append(token)
         return token
 
     def judge(self, token: int) -> Finish | None:

@@ -16,7 +16,7 @@ import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from ..errors import BadRequest
+from ..errors import RouterError
 from ..protocol.codec import decode
 from ..protocol.messages import (
     AbortRequest,
@@ -56,6 +56,8 @@ from .model import Model
 from .replies import FrameSink, Replies
 from .scheduler import Engine, EngineDead
 from .sequence import EngineFailure, Sequence
+from .vision.processor import MediaProcessor
+from .vision.sight import Sight, references_of, sight_of_batches, sight_of_references
 
 GENERATE_PATH: Final = "/vllm.grpc.engine.VllmEngine/Generate"
 ENGINE_SERVICE: Final = "vllm.grpc.engine.VllmEngine"
@@ -69,9 +71,10 @@ _log: Final = logging.getLogger("trio_router.engine")
 class Servicer:
     """All services of one worker, sharing its engine."""
 
-    def __init__(self, engine: Engine, *, model: Model, rng: random.Random) -> None:
+    def __init__(self, engine: Engine, *, model: Model, media: MediaProcessor, rng: random.Random) -> None:
         """`rng` names requests internally and draws for faults and unseeded sampling."""
         self._engine = engine
+        self._media = media
         self._model = model
         self._rng = rng
         self._book = LoadBook()
@@ -102,7 +105,7 @@ class Servicer:
             raise GRPCError(Status.INVALID_ARGUMENT, "the call ended without a request message")
         request = decode(GenerateRequest, data)
         _log.info("%s", log_line(request))
-        replies, sequences = self._admit(request, call=call)
+        replies, sequences = await self._take(request, call=call)
         try:
             await replies.done.wait()
         finally:
@@ -111,35 +114,70 @@ class Servicer:
         if replies.failure is not None:
             raise GRPCError(Status.INTERNAL, replies.failure.value or None)
 
-    def _admit(self, request: GenerateRequest, *, call: ServerCall) -> tuple[Replies, list[Sequence]]:
-        """Check and submit. Whatever fails here also releases the handoff that the request offers."""
-        engine = self._engine
+    async def _take(self, request: GenerateRequest, *, call: ServerCall) -> tuple[Replies, list[Sequence]]:
+        """Look at the media, check and submit. Whatever fails here also releases the handoff that is offered."""
+        counters = self._engine.core.counters
         params: KvParams | None = None
+        taken = False
         try:
             params = parse_kv_params(request)
-            order = take_order(request, params=params, model=self._model, settings=engine.core.settings)
-            self._apply_faults()
-            replies = Replies(call, choices=order.plan.n, streaming=order.streaming, touched=self._touched.append)
-            sequences = make_sequences(
-                order,
-                outlet=replies,
-                model=self._model,
-                settings=engine.core.settings,
-                new_id=lambda: f"{self._rng.getrandbits(32):08x}",
-                next_rank=engine.core.next_rank,
-                draw_seed=lambda: self._rng.getrandbits(63),
-            )
-            engine.submit(sequences)
-        except (BadRequest, EngineDead, GRPCError) as exc:
-            engine.core.counters.refused += 1
-            source = read_source(params, connector=engine.core.settings.kv_connector)
-            if source is not None:
-                engine.release(source)
+            sight = await self._look(request, params=params)
+            replies, sequences = self._admit(request, params=params, sight=sight, call=call)
+            taken = True
+        except (RouterError, GRPCError) as exc:
+            counters.refused += 1
             if isinstance(exc, EngineDead):
                 raise GRPCError(Status.INTERNAL, EngineFailure.DEAD.value) from exc
             raise
-        engine.core.counters.generates += 1
+        finally:
+            # Also where the caller has left while its media were fetched.
+            if not taken:
+                self._release(params)
+        counters.generates += 1
         return replies, sequences
+
+    async def _look(self, request: GenerateRequest, *, params: KvParams | None) -> Sight:
+        settings = self._engine.core.settings.media
+
+        def warn(message: str) -> None:
+            _log.warning("request %s: %s", request.request_id, message)
+
+        references = references_of(request, settings=settings)
+        if references is None:
+            return sight_of_batches(request, params=params, settings=settings, warn=warn)
+        processed = await self._media.process(references, prompt=request.tokenized.input_ids)
+        return sight_of_references(processed, params=params, settings=settings, warn=warn)
+
+    def _admit(
+        self, request: GenerateRequest, *, params: KvParams | None, sight: Sight, call: ServerCall
+    ) -> tuple[Replies, list[Sequence]]:
+        engine = self._engine
+        settings = engine.core.settings
+        order = take_order(request, params=params, model=self._model, settings=settings, sight=sight)
+        self._apply_faults()
+        replies = Replies(
+            call,
+            choices=order.plan.n,
+            streaming=order.streaming,
+            touched=self._touched.append,
+            identity=sight.identity,
+        )
+        sequences = make_sequences(
+            order,
+            outlet=replies,
+            model=self._model,
+            settings=settings,
+            new_id=lambda: f"{self._rng.getrandbits(32):08x}",
+            next_rank=engine.core.next_rank,
+            draw_seed=lambda: self._rng.getrandbits(63),
+        )
+        engine.submit(sequences)
+        return replies, sequences
+
+    def _release(self, params: KvParams | None) -> None:
+        source = read_source(params, connector=self._engine.core.settings.kv_connector)
+        if source is not None:
+            self._engine.release(source)
 
     def _apply_faults(self) -> None:
         faults = self._engine.faults

@@ -5,11 +5,12 @@ Plain records; they know nothing of the code that reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum, unique
 from typing import Final
 
 from ..errors import ConfigError
+from .vision.settings import MediaSettings
 
 
 @unique
@@ -63,6 +64,9 @@ _CLASS_NAMES: Final = {
 }
 _LEASES: Final = {Connector.NIXL: 30.0, Connector.MOONCAKE: 480.0}
 
+MODEL_NAME: Final = "tiny-english"
+VISION_MODEL_NAME: Final = "tiny-vl-english"
+
 _COUNTS: Final = (
     "block_size",
     "num_blocks",
@@ -88,7 +92,8 @@ class WorkerSettings:
     """A `Role` or its value."""
     connector: str = Connector.NIXL
     """A `Connector` or its value; means nothing on a plain worker."""
-    model_name: str = "tiny-english"
+    model_name: str | None = None
+    """What it claims to serve; None: the name of the packaged model, or of its variant that sees."""
     block_size: int = 16
     num_blocks: int = 4096
     max_num_seqs: int = 256
@@ -113,22 +118,23 @@ class WorkerSettings:
     dp_size: int = 1
     """Data parallel ranks it claims. One engine stands for them all, but every request and handoff has a rank."""
     seed: int = 0
+    media: MediaSettings = field(default_factory=MediaSettings)
 
     def __post_init__(self) -> None:
-        for field, words in _SPELLINGS.items():
-            given = getattr(self, field)
+        for knob, words in _SPELLINGS.items():
+            given = getattr(self, knob)
             try:
-                object.__setattr__(self, field, words(given))
+                object.__setattr__(self, knob, words(given))
             except ValueError:
                 known = ", ".join(word.value for word in words)
-                raise ConfigError(f"worker {self.name!r}: {field} {given!r} is none of {known}") from None
-        for field in _COUNTS:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"worker {self.name!r}: {field} must be at least 1, not {getattr(self, field)}")
-        for field in _POSITIVE:
-            value = getattr(self, field)
+                raise ConfigError(f"worker {self.name!r}: {knob} {given!r} is none of {known}") from None
+        for knob in _COUNTS:
+            if getattr(self, knob) < 1:
+                raise ConfigError(f"worker {self.name!r}: {knob} must be at least 1, not {getattr(self, knob)}")
+        for knob in _POSITIVE:
+            value = getattr(self, knob)
             if value is not None and not value > 0:
-                raise ConfigError(f"worker {self.name!r}: {field} must be above 0, not {value}")
+                raise ConfigError(f"worker {self.name!r}: {knob} must be above 0, not {value}")
         if self.inter_token_seconds < 0:
             raise ConfigError(f"worker {self.name!r}: inter_token_seconds must not be negative")
         if self.num_blocks * self.block_size < self.max_context_length:
@@ -137,6 +143,11 @@ class WorkerSettings:
                 f"worker {self.name!r}: {self.num_blocks} blocks of {self.block_size} tokens cannot hold one context"
                 f" of {self.max_context_length}; raise num_blocks or lower max_context_length"
             )
+
+    @property
+    def served_name(self) -> str:
+        """The model name in force."""
+        return self.model_name or (VISION_MODEL_NAME if self.media.sees else MODEL_NAME)
 
     @property
     def kv_connector(self) -> Connector:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from ..offload import Offload, Threads
 from ..rpc.endpoint import dial
 from ..rpc.server import Server
 from ..rpc.transport import Dialer, Listener
@@ -18,10 +19,13 @@ from ..scopes import plain_errors
 from .core import Core
 from .counters import Counters
 from .ledger import Pin
-from .model import Model, load_model
+from .model import VISION, Model, load_model
 from .scheduler import Engine
 from .servicer import Servicer
 from .settings import Faults, WorkerSettings
+from .vision.expansion import Anchors
+from .vision.fetch import Fetcher, MediaFetcher
+from .vision.processor import DECODING_THREADS, MediaProcessor
 
 
 class Worker:
@@ -90,15 +94,19 @@ async def open_worker(
     transfer_listener: Listener,
     dialer: Dialer = dial,
     model: Model | None = None,
+    fetcher: Fetcher | None = None,
+    offload: Offload | None = None,
 ) -> AsyncIterator[Worker]:
     """Serve until the block is left; calls under way are then cancelled and both listeners closed.
 
     Handoffs name `transfer_listener.address`, so other workers must be able to dial it as it is (not 0.0.0.0). `dialer`
-    reaches their side channels. `model` defaults to the one in the package.
+    reaches their side channels, and origins of media. `model` defaults to the one in the package that the settings ask
+    for, `fetcher` of media to one that asks their origins, `offload` of decoding to two threads.
     """
     # Not a secret: the seed makes a run repeatable, the name keeps two workers of one seed apart.
     rng = random.Random(f"{settings.seed}/{settings.name}")  # noqa: S311
-    model = model or load_model()
+    model = model or load_model(over=VISION if settings.media.sees else None)
+    offload = offload or Threads(DECODING_THREADS)
     core = Core(
         settings,
         language=model.language,
@@ -107,7 +115,15 @@ async def open_worker(
         draw=rng.random,
     )
     engine = Engine(core, dialer=dialer, draw=rng.random)
-    server = Servicer(engine, model=model, rng=rng).server()
+    media = MediaProcessor(
+        settings.media,
+        fetcher=fetcher or MediaFetcher(settings.media, dialer=dialer, offload=offload),
+        offload=offload,
+        counters=core.counters,
+        anchors=Anchors.of(model.config),
+        encode=model.tokenizer.encode,
+    )
+    server = Servicer(engine, model=model, media=media, rng=rng).server()
     worker = Worker(
         settings,
         address=listener.address,

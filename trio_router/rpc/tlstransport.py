@@ -70,20 +70,27 @@ _REASONS: Final = {
 class TlsTransport:
     """A transport whose bytes go encrypted over the one below. `establish` comes first; nothing works before.
 
-    `server_name` (clients only) is what the peer's certificate must be valid for. A record is reported as sent once
-    all of its ciphertext has left. So bytes that were not taken must be offered again first and unchanged: they may
-    have been encrypted already.
+    `server_name` (clients only) is what the peer's certificate must be valid for; `protocol` is what the peer must
+    choose by ALPN, None where that is nobody's business. A record is reported as sent once all of its ciphertext has
+    left. So bytes that were not taken must be offered again first and unchanged: they may have been encrypted already.
     """
 
     __slots__ = (
-        "_below", "_ciphertext", "_closed", "_ended", "_failure", "_incoming", "_outgoing", "_owed", "_tls",
-        "_unheard", "peer",
+        "_below", "_ciphertext", "_closed", "_ended", "_failure", "_incoming", "_outgoing", "_owed", "_protocol",
+        "_tls", "_unheard", "peer",
     )  # fmt: skip
 
     def __init__(
-        self, below: Transport, context: ssl.SSLContext, *, server_side: bool = False, server_name: str | None = None
+        self,
+        below: Transport,
+        context: ssl.SSLContext,
+        *,
+        server_side: bool = False,
+        server_name: str | None = None,
+        protocol: str | None = ALPN_H2,
     ) -> None:
         self.peer = below.peer
+        self._protocol = protocol
         self._below = below
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
@@ -106,15 +113,15 @@ class TlsTransport:
         return f"<TlsTransport {state} on {self._below!r}>"
 
     async def establish(self) -> None:
-        """Shake hands. Raises LinkError when the peer leaves, does not prove who it is, or offers no `h2`."""
+        """Shake hands. Raises LinkError when the peer leaves, does not prove who it is, or chooses another protocol."""
         await self._below.establish()
         try:
             await self._shake_hands()
         except ssl.SSLError as exc:
             await self._part()
             raise LinkError(f"TLS handshake with {self.peer} failed: {_reason(exc)}") from exc
-        if self._tls.selected_alpn_protocol() != ALPN_H2:
-            raise LinkError(f"TLS handshake with {self.peer} failed: it does not offer HTTP/2 (ALPN {ALPN_H2})")
+        if self._protocol is not None and self._tls.selected_alpn_protocol() != self._protocol:
+            raise LinkError(f"TLS handshake with {self.peer} failed: it does not offer HTTP/2 (ALPN {self._protocol})")
 
     def recv_nowait(self, max_bytes: int) -> bytes | None:
         if self._closed:

@@ -29,7 +29,7 @@ _POSITIVE: Final = ("fetch_seconds", "video_fetch_seconds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """Durations in seconds, sizes in bytes. The defaults are vLLM's servicer's, except where a real one has no bound."""
+    """Durations in seconds, sizes in bytes. The defaults are those of vLLM's servicer, where it has any."""
 
     processor: str = Processor.OFF
     """A `Processor` or its value. With one, the model is the variant that sees."""

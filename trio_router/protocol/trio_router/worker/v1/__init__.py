@@ -80,6 +80,12 @@ class GetCountersResponse(betterproto.Message):
     engine_dead: bool = betterproto.bool_field(15)
     """The simulated engine has died; only a restart helps."""
 
+    media_fetches: int = betterproto.uint64_field(16)
+    """Items of media it went for."""
+
+    media_items_processed: int = betterproto.uint64_field(17)
+    """Items of media it decoded."""
+
 
 class ReferenceWorkerStub(betterproto.ServiceStub):
     async def get_counters(
