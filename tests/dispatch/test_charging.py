@@ -276,6 +276,18 @@ class TestFailing:
             assert scene.recorder.breakers == [(bad.address, "open")]
             assert await ask(scene, 10) == []
 
+    async def test_a_refusal_says_that_the_worker_is_well(self, autojump_clock):
+        """It has looked at the request: its failures before that were not the last word."""
+        worker = plain_worker(refuse(Status.INTERNAL))
+        async with open_scene(worker, router=ONCE) as scene:
+            for _ in range(3):
+                worker.script = refuse(Status.INTERNAL)
+                await ask(scene, THRESHOLD - 1)
+                worker.script = refuse(Status.INVALID_ARGUMENT)
+                await ask(scene, 1)
+            assert state_of(scene, worker) is BreakerState.CLOSED
+            assert len(worker.requests) == 3 * THRESHOLD
+
     async def test_case_d4_a_prefill_worker_that_fails_is_left_alone_and_its_decode_worker_is_not(self, autojump_clock):
         bad, good = prefill_worker(breaks_after(how="end"), name="bad"), prefill_worker(name="good")
         decode = decode_worker()

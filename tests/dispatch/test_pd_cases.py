@@ -373,6 +373,29 @@ class TestSeveralSamples:
             assert cluster.recorder.skipped == ["several_samples"]
             assert cluster.leaks() == []
 
+    async def test_case_a9_only_where_all_that_are_ready_write_to_a_store_is_there_a_prefill_leg(self, autojump_clock):
+        async def three(call, request):
+            for index in range(request.sampling_params.n):
+                await call.send(complete(index=index))
+
+        store = prefill_worker(hand_nothing_over, name="store", connector="SharedStorageConnector")
+        pull = prefill_worker(name="pull")
+        async with open_scene(store, pull, decode_worker(three)) as scene:
+            request = a_request(n=3)
+            for _ in range(2):
+                await collect(scene.router, request)
+            assert store.requests == pull.requests == []
+            pull.healthy = False
+            await trio.sleep(60)
+            await collect(scene.router, request)
+            assert [each.sampling_params.n for each in store.requests] == [1]
+            assert scene.recorder.skipped == ["several_samples"] * 2
+            store.healthy, pull.healthy = False, True
+            await trio.sleep(60)
+            await collect(scene.router, request)
+            assert len(store.requests) == 1
+            assert pull.requests == []
+
     @both_connectors
     async def test_case_a9_each_prompt_of_a_batch_has_a_handoff_of_its_own(self, autojump_clock, connector):
         prompts = ["the harbour at night", "a garden in spring", "the road over the mountains"]
