@@ -11,7 +11,8 @@ from trio_router.config import SWITCH, Row, gather
 from trio_router.dispatch.router import RouterSettings
 from trio_router.errors import ConfigError
 from trio_router.fleet.worker import WorkerRole, WorkerSpec
-from trio_router.front.settings import HttpSettings
+from trio_router.front.settings import HttpSettings, MediaSettings
+from trio_router.media.mode import ProcessingMode
 from trio_router.rows import SECTIONS
 from trio_router.rpc.server import ServerSettings
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings, service_settings
@@ -34,6 +35,9 @@ OTHER_TEXT = {
     "on_empty_prefill": "decode-local",
     "handoff_fresh_fraction": "0.5",
     "log_level": "debug",
+    "mm_processing": "worker",
+    "mm_allowed_media_domains": ["cdn.example"],
+    "mm_per_request_image_limit": "3",
 }
 
 
@@ -106,6 +110,43 @@ class TestRetries:
 
     def test_disabled_means_one_attempt_whatever_else_is_said(self):
         assert settings_of(retry_max_retries="3", disable_retries=True).router.retry.attempts == 1
+
+
+class TestMedia:
+    def test_by_default_workers_process_what_they_can_and_fetch_from_public_hosts(self):
+        assert settings_of().front.media == MediaSettings()
+
+    def test_the_domains_of_one_flag_may_be_several(self):
+        policy = settings_of(mm_allowed_media_domains=["a.example, .b.example", "10.0.0.1"]).front.media.policy
+        assert policy.allowed_domains == ("a.example", ".b.example", "10.0.0.1")
+
+    @pytest.mark.parametrize("text", ["http://a.example", "a.example,", "*", "a.example:80"])
+    def test_a_domain_that_no_host_could_equal_is_told(self, text):
+        with pytest.raises(ConfigError, match=r"--mm-allowed-media-domains: '.*' is not a host, or \.domain"):
+            settings_of(mm_allowed_media_domains=[text])
+
+    @pytest.mark.parametrize(
+        ("variables", "mode"),
+        [
+            ({"SMG_MM_PROCESSING": "worker"}, ProcessingMode.WORKER),
+            ({"SMG_MM_PROCESSING": "worker", "TRIO_ROUTER_MM_PROCESSING": "router"}, ProcessingMode.ROUTER),
+            ({"SMG_MM_PROCESSING": "worker", "TRIO_ROUTER_MM_PROCESSING": " "}, ProcessingMode.WORKER),
+            ({"SMG_MM_PROCESSING": ""}, ProcessingMode.AUTO),
+        ],
+    )
+    def test_variables_of_other_gateways_count_where_ours_are_not_set(self, variables, mode):
+        assert service_settings(gather(SECTIONS, environ=variables)).front.media.mode is mode
+
+    def test_a_wrong_one_is_told_by_its_name(self):
+        with pytest.raises(ConfigError, match=r"mm_processing \(from SMG_MM_PROCESSING\): 'on' is not one of auto"):
+            gather(SECTIONS, environ={"SMG_MM_PROCESSING": "on"})
+
+    @pytest.mark.parametrize(("text", "limit"), [("1000", 1000), ("0", 268435456), ("many", 268435456)])
+    def test_a_size_that_is_none_is_the_default_as_it_is_to_them(self, text, limit):
+        for kind in ("image", "video"):
+            found = gather(SECTIONS, environ={f"SMG_{kind.upper()}_MAX_INPUT_BYTES": text})
+            policy = service_settings(found).front.media.policy
+            assert getattr(policy, f"max_{kind}_bytes") == limit
 
 
 class TestValidation:

@@ -81,7 +81,8 @@ class Row:
 
     `many`: a list, which a flag fills by being repeated, a variable with commas. `words`: how many words a flag's value
     may have (they are joined by a space). `flag` False: too rare for the command line. `default` is what the value is
-    when nobody gives one; None: nothing.
+    when nobody gives one; None: nothing. `alias` is a variable that another gateway has for the same, read where ours
+    is not set; `forgiving`: what is no value there is passed over, as it is by that gateway.
     """
 
     name: str
@@ -92,6 +93,8 @@ class Row:
     words: int = 1
     metavars: tuple[str, ...] = ()
     flag: bool = True
+    alias: str | None = None
+    forgiving: bool = False
 
     @property
     def option(self) -> str:
@@ -176,12 +179,24 @@ def _from_flags(row: Row, flags: Mapping[str, Any]) -> Found | None:
 
 
 def _from_environment(row: Row, environ: Mapping[str, str]) -> Found | None:
-    text = environ.get(row.variable, "").strip()
+    found = _from_variable(row, row.variable, environ)
+    if found is not None or row.alias is None:
+        return found
+    try:
+        return _from_variable(row, row.alias, environ)
+    except ConfigError:
+        if row.forgiving:
+            return None
+        raise
+
+
+def _from_variable(row: Row, name: str, environ: Mapping[str, str]) -> Found | None:
+    text = environ.get(name, "").strip()
     # Set to nothing means not set: compose files and unit files cannot unset.
     if not text or text.startswith(_SERVICE_LINKS):
         return None
     given = [item.strip() for item in text.split(",") if item.strip()] if row.many else text
-    return _convert(row, given, source=row.variable, strict=False)
+    return _convert(row, given, source=name, strict=False)
 
 
 def _from_file(row: Row, tables: Mapping[str, Any], *, file: Path | None, table: str) -> Found | None:

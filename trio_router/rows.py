@@ -28,7 +28,8 @@ from .dispatch.handoff import HandoffSettings, OnEmptyPrefill, OnMissingHandoff
 from .dispatch.retry import RetrySettings
 from .dispatch.router import RouterSettings
 from .fleet.registry import ProbeSettings
-from .front.settings import HttpSettings
+from .front.settings import HttpSettings, MediaSettings
+from .media.mode import ProcessingMode
 from .observe.log import LEVELS, LogSettings
 from .policy.breaker import BreakerSettings
 from .settings import ListenSettings
@@ -40,6 +41,7 @@ _RETRY: Final = RetrySettings()
 _BREAKER: Final = BreakerSettings()
 _PROBE: Final = ProbeSettings()
 _HTTP: Final = HttpSettings()
+_MEDIA: Final = MediaSettings()
 _LOG: Final = LogSettings()
 
 _WORKERS_ROWS: Final = (
@@ -302,6 +304,56 @@ _TEXT_ROWS: Final = (
         help="Jinja file to use instead of the model's own chat template",
     ),
 )
+_MEDIA_ROWS: Final = (
+    Row(
+        name="mm_processing",
+        kind=choice(*(mode.value for mode in ProcessingMode)),
+        default=_MEDIA.mode.value,
+        alias="SMG_MM_PROCESSING",
+        help="who fetches and processes images and videos: auto leaves to the workers what every one of them can do;"
+        " worker leaves them everything, and refuses what they cannot; router is the router itself, which cannot yet"
+        " (501)",
+    ),
+    Row(
+        name="mm_allow_private_media_hosts",
+        kind=SWITCH,
+        default=_MEDIA.policy.allow_private_hosts,
+        alias="SMG_MM_ALLOW_PRIVATE_MEDIA_HOSTS",
+        help="let clients have media fetched from hosts that are not public: this machine, private networks, metadata",
+    ),
+    Row(
+        name="mm_allowed_media_domains",
+        kind=TEXT,
+        many=True,
+        default=[],
+        metavars=("DOMAINS",),
+        help="hosts that media may come from, and no others; repeat, or separate by commas. A dot in front allows all"
+        " below. These may be private ones",
+    ),
+    Row(
+        name="mm_per_request_image_limit",
+        kind=COUNT,
+        help="images that a request may have, besides what the model and its workers allow",
+    ),
+    Row(
+        name="mm_image_max_bytes",
+        kind=BYTES,
+        default=_MEDIA.policy.max_image_bytes,
+        flag=False,
+        alias="SMG_IMAGE_MAX_INPUT_BYTES",
+        forgiving=True,
+        help="largest image in a data: URL, decoded",
+    ),
+    Row(
+        name="mm_video_max_bytes",
+        kind=BYTES,
+        default=_MEDIA.policy.max_video_bytes,
+        flag=False,
+        alias="SMG_VIDEO_MAX_INPUT_BYTES",
+        forgiving=True,
+        help="the same for a video",
+    ),
+)
 _LOG_ROWS: Final = (
     Row(
         name="log_level",
@@ -357,6 +409,7 @@ SECTIONS: Final = (
     Section(name="listen", title="listening", rows=_LISTEN_ROWS),
     Section(name="requests", title="requests", rows=_REQUEST_ROWS),
     Section(name="text", title="tokenizer and chat template", rows=_TEXT_ROWS),
+    Section(name="media", title="images and videos", rows=_MEDIA_ROWS),
     Section(name="health", title="worker health", rows=_HEALTH_ROWS),
     Section(name="handoff", title="handoffs between prefill and decode", rows=_HANDOFF_ROWS),
     Section(name="retry", title="retries", rows=_RETRY_ROWS),

@@ -16,7 +16,10 @@ from .dispatch.router import RouterSettings
 from .errors import ConfigError
 from .fleet.registry import ProbeSettings
 from .fleet.worker import WorkerRole, WorkerSpec
-from .front.settings import FrontSettings, HttpSettings
+from .front.settings import FrontSettings, HttpSettings, MediaSettings
+from .media.gate import MediaPolicy
+from .media.hosts import is_domain
+from .media.mode import ProcessingMode
 from .observe.log import LogSettings
 from .policy.breaker import BreakerSettings
 from .rpc.links import ChannelSettings
@@ -138,7 +141,7 @@ def service_settings(values: Values) -> ServiceSettings:
             prometheus_host=values["prometheus_host"],
             prometheus_port=values["prometheus_port"],
         ),
-        front=FrontSettings(http=_http(values), request_seconds=values["request_timeout_secs"]),
+        front=FrontSettings(http=_http(values), media=_media(values), request_seconds=values["request_timeout_secs"]),
         text=TextSettings(tokenizer_path=_path(values, "tokenizer_path"), chat_template=_path(values, "chat_template")),
         log=log_settings(values),
         shutdown_settle=values["shutdown_settle_secs"],
@@ -192,6 +195,24 @@ def _http(values: Values) -> HttpSettings:
         write_stall_seconds=values["http_write_stall_secs"],
         max_body_bytes=values["max_payload_size"],
         max_bodies_bytes=values["http_max_bodies_bytes"],
+    )
+
+
+def _media(values: Values) -> MediaSettings:
+    # One flag may name several, as those of other gateways do.
+    domains = [domain.strip() for text in values["mm_allowed_media_domains"] for domain in text.split(",")]
+    for domain in domains:
+        if not is_domain(domain):
+            raise values.wrong("mm_allowed_media_domains", f"{domain!r} is not a host, or .domain for all below it")
+    return MediaSettings(
+        mode=ProcessingMode(values["mm_processing"]),
+        policy=MediaPolicy(
+            allow_private_hosts=values["mm_allow_private_media_hosts"],
+            allowed_domains=tuple(domains),
+            image_limit=values["mm_per_request_image_limit"],
+            max_image_bytes=values["mm_image_max_bytes"],
+            max_video_bytes=values["mm_video_max_bytes"],
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from trio_router.media.hosts import (
     REFUSED,
     check_addresses,
     host_of,
+    is_domain,
     is_listed,
     is_local_name,
     is_public,
@@ -221,6 +222,28 @@ class TestNames:
     )
     def test_a_list_has_whole_names_and_what_is_below_a_dot(self, name, listed):
         assert is_listed(name, domains=["Media.example", ".below.example", "*.star.example", "10.0.0.1"]) is listed
+
+    @pytest.mark.parametrize(
+        ("text", "good"),
+        [
+            ("media.example", True),
+            ("Media.Example", True),
+            (".media.example", True),
+            ("*.media.example", True),
+            ("10.0.0.1", True),
+            ("fd00::1", True),
+            ("FD00:0::1", False),
+            ("*media.example", False),
+            ("*", False),
+            ("", False),
+            ("media.example:80", False),
+            ("http://media.example", False),
+            ("media.example/", False),
+            ("[fd00::1]", False),
+        ],
+    )
+    def test_an_entry_of_the_list_that_no_host_could_equal_is_known(self, text, good):
+        assert is_domain(text) is good
 
     @pytest.mark.parametrize("addresses", [["8.8.8.8"], ["8.8.8.8", "2606:4700:4700::1111"]])
     def test_a_name_with_public_addresses_only_is_fine(self, addresses):

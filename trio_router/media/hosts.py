@@ -112,6 +112,17 @@ def _judged(host: str, *, part: str) -> Host:
         raise _malformed(part, "its URL has an address that is not written as four decimal numbers") from None
 
 
+def is_domain(text: str) -> bool:
+    """Whether a text can be an entry of a list of hosts: one that no host is equal to would allow nothing."""
+    text = text.lower()
+    if _NAME.fullmatch(text.removeprefix("*").removeprefix(".")):
+        return "*" not in text or text.startswith("*.")
+    try:
+        return str(IPv6Address(text)) == text
+    except ValueError:
+        return False
+
+
 def is_listed(name: str, *, domains: Iterable[str]) -> bool:
     """Whether a host is in a list: by its whole name, or below an entry that begins with a dot (or `*.`)."""
     return any(
