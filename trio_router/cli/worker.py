@@ -27,12 +27,13 @@ from ..config import (
     Values,
     choice,
 )
-from ..engine.settings import Connector, Role, WorkerSettings
+from ..engine.settings import MODEL_NAME, VISION_MODEL_NAME, Connector, Role, WorkerSettings
 from ..engine.worker import Worker, open_worker
 from ..errors import ConfigError
 from ..rows import LOG_SECTION
 from ..rpc.tls import ServerTls
 from ..service import open_listener
+from .worker_media import MEDIA_SECTION, media_settings
 
 _POLL: Final = 0.05
 _log: Final = logging.getLogger(__name__)
@@ -79,9 +80,8 @@ WORKER_SECTIONS: Final = (
             Row(
                 name="model_name",
                 kind=TEXT,
-                default=_DEFAULT.model_name,
                 metavars=("NAME",),
-                help="model name it claims to serve",
+                help=f"model name it claims to serve (default: {MODEL_NAME}; {VISION_MODEL_NAME} if it takes media)",
             ),
             Row(name="seed", kind=WHOLE, default=_DEFAULT.seed, help="of its random choices"),
         ),
@@ -171,6 +171,7 @@ WORKER_SECTIONS: Final = (
             ),
         ),
     ),
+    MEDIA_SECTION,
     LOG_SECTION,
 )
 
@@ -194,6 +195,7 @@ def worker_settings(values: Values) -> WorkerProcessSettings:
         handshake_seconds=values["handshake_secs"],
         tp_size=values["tp_size"],
         dp_size=values["dp_size"],
+        media=media_settings(values),
     )
     return WorkerProcessSettings(
         worker=worker,

@@ -5,17 +5,28 @@ replaced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from ..dispatch.router import Router, RouterSettings
-from ..engine.model import Model, load_model
+from ..engine.model import VISION, Model, load_model
 from ..engine.settings import Connector, WorkerSettings
+from ..engine.vision.fetch import Fetcher
+from ..engine.vision.settings import MediaSettings
 from ..engine.worker import Worker, open_worker
 from ..fleet.worker import WorkerRole, WorkerSpec
-from ..protocol.messages import GenerateRequest, GenerateResponse, SamplingParams, TokenizedInput
+from ..offload import inline
+from ..protocol.messages import (
+    GenerateRequest,
+    GenerateResponse,
+    MediaRef,
+    MediaRefs,
+    SamplingParams,
+    TokenizedInput,
+)
 from ..rpc.memory import MemoryNetwork
+from .origin import anchors_of
 from .recorder import Recorder, open_counted_router, router_leaks, said
 
 _ROLES = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE, "plain": WorkerRole.PLAIN}
@@ -42,15 +53,26 @@ class Cluster:
         """The decode workers, in order."""
         return [worker for worker in self.workers if worker.settings.role == "decode"]
 
-    def request(self, text: str = "Tell me about the harbour.", *, max_tokens: int = 16, n: int = 1) -> GenerateRequest:
-        """A greedy request for a prompt."""
+    def request(
+        self,
+        text: str = "Tell me about the harbour.",
+        *,
+        max_tokens: int = 16,
+        n: int = 1,
+        media: Sequence[MediaRef] = (),
+    ) -> GenerateRequest:
+        """A greedy request for a prompt; an anchor for each of `media` comes before the text."""
+        text = anchors_of(media) + text
         ids = self.model.tokenizer.encode(text)
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=self._names(),
             tokenized=TokenizedInput(original_text=text, input_ids=ids),
             sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, ignore_eos=True),
             stream=True,
         )
+        if media:
+            request.media_refs = MediaRefs(items=list(media))
+        return request
 
     def leaks(self) -> list[str]:
         """What has not returned to rest (invariant I8). Empty after quiet, whatever was cancelled where."""
@@ -86,10 +108,14 @@ async def open_cluster(
     worker: WorkerSettings | None = None,
     router: RouterSettings | None = None,
     network: MemoryNetwork | None = None,
+    media: MediaSettings | Mapping[str, MediaSettings] | None = None,
+    fetcher: Fetcher | None = None,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose every worker is routable. `worker` and `router` are templates: names, roles and the worker list
     are filled in. `connector` (nixl, mooncake, store or none) and `dp_size` are every worker's, whatever the template
-    has.
+    has. `media` are every worker's, or those of the workers named or of the roles: with a processor the cluster serves
+    the model that sees, and `fetcher` has what references name (see `testing.origin`); without one, origins are looked
+    for on the network.
     """
     network = network or MemoryNetwork()
     template = worker or WorkerSettings(name="template")
@@ -98,20 +124,25 @@ async def open_cluster(
         connector=template.connector if connector is None else connector,
         dp_size=template.dp_size if dp_size is None else dp_size,
     )
-    model = load_model()
+    told = media if isinstance(media, Mapping) else dict.fromkeys(_ROLES, media or template.media)
+    sees = any(settings.sees for settings in told.values())
+    model = load_model(over=VISION if sees else None)
     recorder = Recorder()
     ids = itertools.count(1)
     async with AsyncExitStack() as stack:
         workers: list[Worker] = []
         for role, count in (("prefill", prefill), ("decode", decode), ("plain", plain)):
             for number in range(count):
-                settings = replace(template, name=f"{role}-{number}", role=role)
+                name = f"{role}-{number}"
+                own = told.get(name) or told.get(role) or template.media
                 opened = open_worker(
-                    settings,
-                    listener=network.listen(f"{role}-{number}:1"),
-                    transfer_listener=network.listen(f"{role}-{number}:2"),
+                    replace(template, name=name, role=role, media=own),
+                    listener=network.listen(f"{name}:1"),
+                    transfer_listener=network.listen(f"{name}:2"),
                     dialer=network.dial,
                     model=model,
+                    fetcher=fetcher,
+                    offload=inline,
                 )
                 workers.append(await stack.enter_async_context(opened))
         settings_of_router = replace(router or RouterSettings(), workers=tuple(map(_spec, workers)))

@@ -12,8 +12,9 @@ import trio
 
 from trio_router.protocol.messages import GenerateRequest, MediaRefs
 from trio_router.rpc.metadata import RpcError
+from trio_router.testing.origin import picture
 
-from .conftest import PREFILL, SLOW, png, with_identity
+from .conftest import PREFILL, with_identity
 
 
 async def prefill(fleet, request, name="p"):
@@ -59,7 +60,7 @@ class TestOnce:
             assert fleet.workers["d"].counters.recomputed_prompt_tokens <= 1
 
     async def test_what_an_origin_would_give_the_second_time_is_never_asked_for(self, open_fleet, sees, ask, origin):
-        origin.items["http://o/turns"] = lambda hit: png("red") if hit == 1 else png("blue")
+        origin.items["http://o/turns"] = lambda hit: picture("red") if hit == 1 else picture("blue")
         async with open_fleet(p=sees(), d=sees(), w=sees()) as fleet:
             red = await fleet.send("w", ask(fleet, "http://o/red"))
             pair = await through_the_pair(fleet, lambda: ask(fleet, "http://o/turns"))
@@ -105,7 +106,7 @@ class TestOnce:
 class TestNoTwoPicturesAreOne:
     async def test_pictures_of_one_size_behind_one_text_have_answers_of_their_own(self, open_fleet, sees, ask, origin):
         colors = ["red", "blue", "lime", "white", "black"]
-        origin.items |= {f"http://o/{color}": png(color) for color in colors}
+        origin.items |= {f"http://o/{color}": picture(color) for color in colors}
         async with open_fleet(p=sees(), d=sees(), w=sees()) as fleet:
             texts = []
             for color, _again in itertools.product(colors, range(2)):
@@ -349,7 +350,7 @@ class TestWhoGetsAnIdentity:
 
 class TestRequestsThatCannotBeServed:
     async def test_a_broken_picture_harms_nobody_a_hundred_times(self, open_fleet, sees, ask, origin):
-        origin.items["http://o/broken"] = png("red")[:40]
+        origin.items["http://o/broken"] = picture("red")[:40]
         async with open_fleet(w=sees()) as fleet:
             wanted = (await fleet.send("w", ask(fleet, "http://o/red"))).token_ids
             for _ in range(100):
@@ -367,7 +368,7 @@ class TestRequestsThatCannotBeServed:
             # Only a worker that has met this one before delivers a notice at once.
             await fleet.generate("d", [3] * 40, kv=await fleet.prefill("p", [3] * 40))
 
-            origin.items["http://o/slow"] = SLOW
+            origin.items["http://o/slow"] = None
             if failure == "broken":
                 with pytest.raises(RpcError):
                     await fleet.send("d", ask(fleet, "http://o/none", kv=kv))
