@@ -399,7 +399,6 @@ class TestFreshness:
             assert scene.recorder.blamed == ["decode:1"], "the time went on the way to decode"
             assert scene.recorder.handoffs == ["released"]
 
-
     async def test_i5_its_age_counts_from_its_own_frame_and_not_from_the_streams_end(self, autojump_clock):
         """The worker's lease runs from then on."""
 
