@@ -80,6 +80,17 @@ async def a_cold_pair_refused(connector: str = "nixl") -> list[str]:
         return cluster.leaks() + complaints(it_is_not_told=len(cluster.recorder.handoffs) != 1)
 
 
+async def a_cold_pair_left_between_its_legs() -> list[str]:
+    """Nothing has been sent to the decode worker: all that it hears of the handoff is what a release says."""
+    async with open_cluster() as cluster:
+        [known] = [each for each in cluster.router.registry.workers if each.spec.role is WorkerRole.DECODE]
+        known.client.connect = trio.sleep_forever
+        with trio.move_on_after(1):
+            await collect(cluster.router, cluster.request())
+        await trio.sleep(2)
+        return cluster.leaks() + complaints(not_released=cluster.recorder.handoffs != ["released"])
+
+
 async def a_warm_pair_refused() -> list[str]:
     """One that has met it has told it already: another notice is one too many."""
     async with open_cluster() as cluster:
@@ -376,13 +387,15 @@ def no_attempt_ids(view, *, attempt_id, **rest):
 
 
 BROKEN = [
-    Broken("I3: a cold pair is told twice", a_cold_pair_refused, Janitor, "_release_through", never_ask_twice),
+    Broken(
+        "I3: a cold pair is told twice", a_cold_pair_left_between_its_legs, Janitor, "_release_through", never_ask_twice
+    ),
     Broken(
         "I3: only a refusal by a warm worker has released it",
         a_cold_pair_refused,
-        Worker,
-        "has_met",
-        lambda self, prefill_worker, *, engine_id: True,
+        DecodeLeg,
+        "_has_met",
+        lambda self, handoff: True,
     ),
     Broken(
         "I3: a refusal by a warm worker has released it",
