@@ -25,7 +25,7 @@ PAGE = (ROOT.parent / "docs" / "errors.md").read_text()
 
 NOT_THE_ROUTER = {"engine", "demo", "testing"}
 """Programs of their own: the reference worker, the demo's client, tests."""
-HTTP_ONLY = {"front", "media", "text"}
+HTTP_ONLY = {"front", "text"}
 """Where nothing with a code is raised that a gRPC client could be told of."""
 OF_THE_WORKER = "the worker's"
 

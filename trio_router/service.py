@@ -25,6 +25,7 @@ from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
 from .front.media import MediaDesk, system_addresses
+from .front.references import ReferenceDesk
 from .front.seams import ModelMedia, Readiness
 from .front.settings import FrontSettings
 from .front.texts import BundleText, LoadedText, prepare
@@ -183,11 +184,22 @@ async def open_service(
         async with open_router(settings.router, dialer=dialer, observer=told) as router:
             metrics.workers = lambda: fleet(router)
             texts = own.loaded or BundleText(router, offload=offload, clock=datetime.now, adapt=own.adapt)
+            desk = MediaDesk(
+                lambda model: media_facts(router, model),
+                settings=settings.front.media,
+                observer=told,
+                addresses=partial(system_addresses, offload=names),
+            )
             service = Service(
                 router=router,
                 texts=texts,
-                http=_http_front(router, texts, settings=settings.front, offload=offload, names=names, observer=told),
-                grpc=grpc_server(router, settings=settings.grpc),
+                http=_http_front(router, texts, settings=settings.front, media=desk, offload=offload, observer=told),
+                grpc=grpc_server(
+                    router,
+                    settings=settings.grpc,
+                    media=ReferenceDesk(router, media=desk, texts=texts),
+                    observer=told,
+                ),
                 addresses=Addresses(**{name: listener.address for name, listener in opened.items()}),
             )
             metrics.http_responses = service.http_responses
@@ -210,16 +222,10 @@ def _http_front(
     texts: LoadedText | BundleText,
     *,
     settings: FrontSettings,
+    media: MediaDesk,
     offload: Offload,
-    names: Offload,
     observer: Observer,
 ) -> HttpFront:
-    desk = MediaDesk(
-        lambda model: media_facts(router, model),
-        settings=settings.media,
-        observer=observer,
-        addresses=partial(system_addresses, offload=names),
-    )
     return HttpFront(
         router,
         texts,
@@ -227,7 +233,7 @@ def _http_front(
         readiness=lambda: _readiness(router),
         sampling_defaults=lambda model: sampling_defaults(router, model),
         context_length=lambda model: context_length(router, model),
-        media=desk,
+        media=media,
         offload=offload,
         observer=observer,
     )

@@ -16,7 +16,8 @@ from grpclib.exceptions import GRPCError
 from ..dispatch.aggregate import Aggregator
 from ..dispatch.legs import choices, client_streams
 from ..dispatch.router import Router
-from ..errors import BadRequest, RequestAborted, RouterError, WorkerUnavailable
+from ..errors import BadRequest, DecodeError, RequestAborted, RouterError, WorkerUnavailable
+from ..observe.hooks import Observer
 from ..protocol.codec import encode
 from ..protocol.messages import (
     AbortRequest,
@@ -37,8 +38,10 @@ from ..protocol.messages import (
     ServingStatus,
     VllmEngineBase,
 )
+from ..protocol.wire import get_string
 from ..rpc.server import Server, ServerSettings
 from ..rpc.servercall import ServerCall
+from .references import ReferenceDesk
 from .respond import grpc_reply
 
 SERVICE: Final = "vllm.grpc.engine.VllmEngine"
@@ -46,21 +49,33 @@ GENERATE: Final = f"/{SERVICE}/Generate"
 TOKENIZER_CHUNK_BYTES: Final = 65_536
 """The size workers use for the same call."""
 
+REQUEST_ID: Final = (1,)
 MAX_CHOICES: Final = 128
 """Of an aborted request: a client may ask for four thousand million, and only a worker would have refused that."""
 
 
-def grpc_server(router: Router, *, settings: ServerSettings | None = None) -> Server:
-    """A server that speaks for `router`; the caller runs `serve` on a listener of its own."""
-    generate = _Generate(router)
+def grpc_server(
+    router: Router,
+    *,
+    settings: ServerSettings | None = None,
+    media: ReferenceDesk | None = None,
+    observer: Observer | None = None,
+) -> Server:
+    """A server that speaks for `router`; the caller runs `serve` on a listener of its own.
+
+    `media` admits requests with media references; without it they pass as they are, as for callers that are trusted.
+    """
+    generate = _Generate(router, media=media, observer=observer or Observer())
     return Server([_Engine(router), _Health(router)], raw={GENERATE: generate.handle}, settings=settings)
 
 
 class _Generate:
     """One Generate call: bytes in, bytes out."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, *, media: ReferenceDesk | None, observer: Observer) -> None:
         self._router = router
+        self._media = media
+        self._observer = observer
 
     async def handle(self, call: ServerCall) -> None:
         try:
@@ -74,6 +89,7 @@ class _Generate:
         message = await call.receive()
         if message is None:
             raise BadRequest("the call ended without a GenerateRequest")
+        await self._admit(message)
         try:
             await self._relay(call, message)
         except RequestAborted:
@@ -81,6 +97,18 @@ class _Generate:
             for index in range(min(choices(message), MAX_CHOICES)):
                 end = GenerateComplete(finish_reason="abort", index=index)
                 await call.send(encode(GenerateResponse(complete=end)))
+
+    async def _admit(self, message: bytes) -> None:
+        if self._media is None:
+            return
+        try:
+            await self._media.admit(message)
+        except DecodeError:
+            return  # the router's to tell, which keeps the account of such requests
+        except RouterError as exc:
+            request_id = get_string(message, REQUEST_ID) or ""
+            self._observer.request_refused(request_id=request_id, client="grpc", code=exc.error_code)
+            raise
 
     async def _relay(self, call: ServerCall, message: bytes) -> None:
         timeout = None if math.isinf(call.deadline) else call.deadline - trio.current_time()

@@ -11,11 +11,10 @@ from functools import partial
 
 import trio
 
-from ..errors import BadRequest, Unsupported
 from ..media.gate import Unresolved, check_plan
-from ..media.hosts import check_addresses
+from ..media.hosts import check_addresses, unresolved_host
 from ..media.items import MediaPlan
-from ..media.mode import Side, resolve
+from ..media.mode import Side, resolve, unavailable
 from ..media.specs import ModelFacts, ModelSpec, spec_for
 from ..observe.hooks import Observer
 from ..offload import Offload
@@ -74,11 +73,7 @@ class MediaDesk:
         found = resolve(plan, spec=spec, workers=known.workers, mode=self._settings.mode)
         self._observer.media_resolved(model=model, mode=found.side.value, reason=found.reason.value)
         if found.side is Side.ROUTER or spec is None:
-            raise Unsupported(
-                f"{plan.items[0].part}: the media of this request are not left to workers ({found.reason}), and this"
-                " router cannot process them yet",
-                code="multimodal_router_processing_unavailable",
-            )
+            raise unavailable(plan, reason=found.reason)
         names = check_plan(plan, spec=spec, workers=known.workers, policy=self._settings.policy)
         if names:
             await self._check_names(names)
@@ -95,8 +90,5 @@ class MediaDesk:
                     nursery.start_soon(partial(ask, name.host))
         for name in names:
             if name.host not in answers:
-                raise BadRequest(
-                    f"{name.part}: the address of the host {name.host} could not be found in time",
-                    code="media_fetch_failed",
-                )
+                raise unresolved_host(name.host, part=name.part)
             check_addresses(name.host, answers[name.host], part=name.part)

@@ -43,7 +43,7 @@ class Router(Protocol):
         """Names of the models that can be served now."""
 
     def generate(
-        self, request: GenerateRequest, *, timeout: float | None, model: str | None, client: str
+        self, request: GenerateRequest | bytes, *, timeout: float | None, model: str | None, client: str
     ) -> AbstractAsyncContextManager[GenerateStream]:
         """Run a request; leaving the block ends it. Raises the error family."""
 

@@ -160,6 +160,11 @@ def check_addresses(host: str, addresses: Collection[str], *, part: str) -> None
             raise refused_host(host, part=part)
 
 
+def unresolved_host(host: str, *, part: str) -> BadRequest:
+    """The error for a name whose addresses nobody could tell in time: it might be anything."""
+    return BadRequest(f"{part}: the address of the host {host} could not be found in time", code="media_fetch_failed")
+
+
 def refused_host(host: str, *, part: str) -> BadRequest:
     """The error for a host that is not public."""
     return BadRequest(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum, unique
 from typing import Final
 
-from ..errors import BadRequest
+from ..errors import BadRequest, Unsupported
 from .items import MediaItem, MediaPlan, Obstacle
 from .specs import ModelSpec
 
@@ -109,6 +109,15 @@ def resolve(
     if able < len(workers):
         return Resolution(Side.ROUTER, Reason.AUTO_MIXED)
     return Resolution(Side.WORKER, Reason.AUTO_UNIFORM)
+
+
+def unavailable(plan: MediaPlan, *, reason: Reason) -> Unsupported:
+    """The error for a plan that the router would have to process, which it cannot yet."""
+    return Unsupported(
+        f"{plan.items[0].part}: the media of this request are not left to workers ({reason}), and this router cannot"
+        " process them yet",
+        code="multimodal_router_processing_unavailable",
+    )
 
 
 def _not_opted_in(plan: MediaPlan, *, spec: ModelSpec | None) -> MediaItem | None:

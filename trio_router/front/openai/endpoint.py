@@ -12,7 +12,7 @@ from typing import Final
 from ...errors import BadRequest, ModelNotFound, WorkerUnavailable
 from ...media.items import MediaPlan
 from ...offload import Offload, inline
-from ...protocol.codec import make
+from ...protocol.codec import encode, make
 from ...protocol.messages import GenerateRequest, SamplingParams, TokenizedInput
 from ...text.stops import StopAutomaton
 from ...text.tokenizer import Tokenizer
@@ -105,13 +105,15 @@ def answer_for(
     options = request.stream_options
     return Answer(
         requests=[
-            make(
-                GenerateRequest,
-                request_id=f"{request_id}-p{at}" if many else request_id,
-                tokenized=prompt,
-                sampling_params=sampling,
-                stream=True,
-                media_refs=media.references() if media else None,
+            encode(
+                make(
+                    GenerateRequest,
+                    request_id=f"{request_id}-p{at}" if many else request_id,
+                    tokenized=prompt,
+                    sampling_params=sampling,
+                    stream=True,
+                    media_refs=media.references() if media else None,
+                )
             )
             for at, prompt in enumerate(prompts)
         ],

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
 from ...errors import DecodeFailed
-from ...protocol.messages import GenerateRequest
 from ..exchange import Exchange
 from ..respond import error_event, is_planned
-from ..seams import Router
+from ..seams import GenerateStream, Router
 from ..settings import FrontSettings
 from .choice import TextRules
 from .events import EventStream
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 class Answer:
     """Everything decided about a request before the first token: what to run, and how to tell it."""
 
-    requests: Sequence[GenerateRequest]
+    requests: list[bytes]
+    """GenerateRequests, each taken out of here when it begins: they may be large, and the answer long."""
     n: int
     """Choices of each of the requests."""
     model: str
@@ -97,29 +98,32 @@ class _Run:
     async def _run(self, sinks: Sequence[FrameSink]) -> None:
         """Run all requests; the first that fails cancels the others and is raised."""
         if len(sinks) == 1:
-            await self._run_one(self._answer.requests[0], sinks[0])
+            await self._run_one(0, sinks[0])
             return
         failures: list[Exception] = []
         async with trio.open_nursery() as nursery:
 
-            async def run(request: GenerateRequest, sink: FrameSink) -> None:
+            async def run(at: int, sink: FrameSink) -> None:
                 try:
-                    await self._run_one(request, sink)
+                    await self._run_one(at, sink)
                 except Exception as exc:  # noqa: BLE001 - raised below, without the group around it
                     failures.append(exc)
                     nursery.cancel_scope.cancel(reason="another prompt of the request failed")
 
-            for request, sink in zip(self._answer.requests, sinks, strict=True):
-                nursery.start_soon(run, request, sink)
+            for at, sink in enumerate(sinks):
+                nursery.start_soon(run, at, sink)
         if failures:
             raise failures[0]
 
-    async def _run_one(self, request: GenerateRequest, sink: FrameSink) -> None:
+    def _begin(self, at: int) -> AbstractAsyncContextManager[GenerateStream]:
         answer = self._answer
-        generate = self._router.generate(
+        request, answer.requests[at] = answer.requests[at], b""
+        return self._router.generate(
             request, timeout=self._settings.request_seconds, model=answer.model, client=answer.shape.endpoint
         )
-        async with generate as stream:
+
+    async def _run_one(self, at: int, sink: FrameSink) -> None:
+        async with self._begin(at) as stream:
             sink.connect(stream.resume)
             try:
                 await stream.pump(sink, tokens=lambda: sink.completion_tokens)
