@@ -89,6 +89,7 @@ class Attempts:
                     raise
                 wanted.failed.append(attempt.blamed.name)
             else:
+                view.forget_message()
                 return attempt.stream(request_id=live.client_id)
             if verdict is Verdict.FAILED:
                 await trio.sleep(backoff(self._retry, failures=failures, chance=self._chance()))

@@ -29,9 +29,11 @@ N: Final = (_SAMPLING, 15)
 PROMPT_LOGPROBS: Final = (_SAMPLING, 23)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestView:
-    """The few fields of a request that dispatch decides by, and its bytes."""
+    """The few fields of a request that dispatch decides by, and its bytes. Nothing of it changes, but that the bytes
+    are let go when no leg can be cut from them any more: with pictures in them they are many.
+    """
 
     message: bytes
     client_id: str
@@ -40,6 +42,10 @@ class RequestView:
     """The data-parallel rank that the client asks for."""
     media: MediaView | None = None
     """What is to be fetched for it."""
+
+    def forget_message(self) -> None:
+        """No attempt will follow, and nothing is left to release."""
+        self.message = b""
 
 
 def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:

@@ -31,7 +31,7 @@ from ..scopes import plain_errors
 from .attempts import Attempts
 from .handoff import HandoffBook, HandoffSettings, OnEmptyPrefill
 from .janitor import Janitor, JanitorSettings
-from .legs import parse_request
+from .legs import RequestView, parse_request
 from .live import LiveRequest
 from .retry import RetrySettings
 from .stream import GenerateStream
@@ -165,14 +165,9 @@ class Router:
         RequestTimeout when time is up, RequestAborted when `abort` ended it.
         """
         now = trio.current_time()
-        message = request if isinstance(request, bytes) else encode(request)
-        try:
-            view = parse_request(message, disaggregated=self.registry.disaggregated)
-            if self._closed:
-                raise _shutting_down()
-        except RouterError as exc:
-            self._observer.request_refused(request_id="", client=client, code=exc.error_code)
-            raise
+        view = self._read(request, client=client)
+        # For as long as the stream runs, its bytes may go: the caller decides whether they do.
+        del request
         client_id = view.client_id or self._new_id()
         limit = min(self._settings.request_timeout, math.inf if timeout is None else timeout)
         live = LiveRequest(client_id, deadline=now + limit, timeline=Timeline(request_id=client_id, received_at=now))
@@ -197,6 +192,17 @@ class Router:
             raise
         finally:
             self._end(live, client=client)
+
+    def _read(self, request: GenerateRequest | bytes, *, client: str) -> RequestView:
+        message = request if isinstance(request, bytes) else encode(request)
+        try:
+            view = parse_request(message, disaggregated=self.registry.disaggregated)
+            if self._closed:
+                raise _shutting_down()
+        except RouterError as exc:
+            self._observer.request_refused(request_id="", client=client, code=exc.error_code)
+            raise
+        return view
 
     def _end(self, live: LiveRequest, *, client: str) -> None:
         """The one place where a request ends (I8)."""

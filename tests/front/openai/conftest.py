@@ -18,7 +18,7 @@ from trio_router.front.media import MediaDesk
 from trio_router.front.seams import Sink
 from trio_router.front.settings import FrontSettings, HttpSettings
 from trio_router.front.texts import LoadedText
-from trio_router.protocol.codec import encode
+from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import GenerateComplete, GenerateRequest, GenerateResponse, GenerateStreamChunk
 from trio_router.text.bundle import read_directory
 from trio_router.text.tokenizer import Tokenizer, load
@@ -113,8 +113,9 @@ class ScriptedRouter:
 
     @asynccontextmanager
     async def generate(
-        self, request: GenerateRequest, *, timeout: float | None, model: str | None, client: str
+        self, message: bytes, *, timeout: float | None, model: str | None, client: str
     ) -> AsyncIterator[ScriptedStream]:
+        request = decode(GenerateRequest, message)
         self.requests.append(request)
         self.timeouts.append(timeout)
         steps = list(self._script(request))
