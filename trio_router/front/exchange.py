@@ -86,7 +86,7 @@ class Exchange:
 
     def drop_body(self) -> None:
         """The request's body has been made into something as large: let its memory go, and keep its share of the budget
-        until the exchange ends.
+        for now.
         """
         self.request.body = b""
 

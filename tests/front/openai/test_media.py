@@ -182,10 +182,10 @@ async def test_neither_url_nor_payload_is_in_an_error_or_a_log(
 
 
 @pytest.mark.parametrize(("url", "held"), [(PIXEL + "A" * 100_000, True), ("https://media.example/a.png", False)])
-async def test_case_b7_a_payload_keeps_its_share_of_the_budget_while_its_request_runs(
+async def test_case_b7_a_payload_keeps_its_share_of_the_budget_until_its_first_token_is_here(
     autojump_clock, serve, scripted, frames, sighted, url: str, held: bool
 ) -> None:
-    router = scripted([frames.chunk([300]), 1000.0])
+    router = scripted([10.0, frames.chunk([300]), 1000.0])
     site = await serve(router, media=desk(), texts=sighted, small_body_bytes=0)
     client = await site.connect()
     body = msgspec.json.encode(asked(image(url)))
@@ -198,6 +198,21 @@ async def test_case_b7_a_payload_keeps_its_share_of_the_budget_while_its_request
     gc.collect()
     assert [each for each in gc.get_objects() if isinstance(each, HttpRequest) and each.body] == []
     assert [each for each in gc.get_objects() if isinstance(each, ChatRequest)] == []
+    await trio.sleep(10)
+    assert router.outcomes == ["open"]
+    assert site.server.held_body_bytes == 0
+    client.leave()
+
+
+async def test_case_b7_a_share_is_given_back_when_its_client_leaves(
+    autojump_clock, serve, scripted, frames, sighted
+) -> None:
+    site = await serve(scripted([1000.0]), media=desk(), texts=sighted, small_body_bytes=0)
+    client = await site.connect()
+    body = msgspec.json.encode(asked(image(PIXEL + "A" * 100_000)))
+    await client.send(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+    await trio.sleep(1)
+    assert site.server.held_body_bytes == len(body)
     client.leave()
     await trio.sleep(1)
     assert site.server.held_body_bytes == 0

@@ -6,7 +6,7 @@ Knows the router and the exchange; must not know chat from text completions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Final
@@ -41,7 +41,7 @@ class Answer:
     stream: bool
     include_usage: bool
     holds_body: bool = False
-    """Most of what the client sent is in the requests, and stays in memory with them."""
+    """Most of what the client sent is in the requests, and stays in memory until the first token is here."""
 
 
 async def run_answer(exchange: Exchange, answer: Answer, *, router: Router, settings: FrontSettings) -> None:
@@ -51,15 +51,18 @@ async def run_answer(exchange: Exchange, answer: Answer, *, router: Router, sett
         exchange.drop_body()
     else:
         exchange.forget_body()
-    run = _Run(answer, router=router, settings=settings)
+    run = _Run(answer, router=router, settings=settings, on_begun=exchange.forget_body)
     await (run.stream(exchange) if answer.stream else run.collect(exchange))
 
 
 class _Run:
     """One answer under way."""
 
-    def __init__(self, answer: Answer, *, router: Router, settings: FrontSettings) -> None:
+    def __init__(
+        self, answer: Answer, *, router: Router, settings: FrontSettings, on_begun: Callable[[], None]
+    ) -> None:
         self._answer = answer
+        self._on_begun = on_begun
         self._router = router
         self._settings = settings
 
@@ -124,6 +127,7 @@ class _Run:
 
     async def _run_one(self, at: int, sink: FrameSink) -> None:
         async with self._begin(at) as stream:
+            self._on_begun()
             sink.connect(stream.resume)
             try:
                 await stream.pump(sink, tokens=lambda: sink.completion_tokens)
