@@ -13,12 +13,13 @@ import trio_router
 ROOT = Path(trio_router.__file__).parent
 NAME = "trio_router"
 
-LEAVES = {"errors", "offload", "scopes"}
+LEAVES = {"errors", "offload", "pieces", "scopes"}
 """May be imported by everyone and import nothing of ours."""
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "offload": set(),
+    "pieces": set(),
     "scopes": set(),
     "observe": set(),
     "settings": {"config", "dispatch", "fleet", "front", "media", "observe", "policy", "rpc"},

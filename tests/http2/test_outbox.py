@@ -12,6 +12,7 @@ from trio_router.http2 import ErrorCode, Http2Settings, Role, frames
 from trio_router.http2.frames import FrameType
 from trio_router.http2.framing import join
 from trio_router.http2.outbox import DIRECT_LIMIT_BYTES
+from trio_router.pieces import Pieces
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/test/Method")]
 RESPONSE = [(b":status", b"200")]
@@ -260,3 +261,16 @@ class TestDrained:
                 peer.write(FrameType.PING)
         assert (stream.queued_bytes, peer.connection.take_drained()) == (0, [])
         assert data_of(peer.output()) == []
+
+
+@pytest.mark.parametrize("size", [10, 100_000], ids=["straight", "queued"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_message_in_pieces_arrives_as_one(make_pair, size, alone):
+    pair = make_pair()
+    _stream, served = pair.call()
+    message = bytes(range(256)) * (size // 256 + 1)
+    pieces = Pieces([message[:3], memoryview(message)[3:-1], b"", message[-1:]])
+    messages = [pieces] if alone else [b"before", pieces, b"after"]
+    pair.server.send_messages(served, messages)
+    pair.settle()
+    assert pair.received[Role.CLIENT, served.id] == [bytes(each) for each in messages]

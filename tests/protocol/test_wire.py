@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_router.errors import DecodeError
+from trio_router.pieces import Pieces
 from trio_router.protocol.codec import decode, encode
 from trio_router.protocol.messages import (
     GenerateComplete,
@@ -34,6 +35,7 @@ from trio_router.protocol.wire import (
     is_complete,
     one_token_end,
     scan_chunk,
+    splice,
 )
 
 REQUEST, RESPONSE = "vllm.grpc.engine.GenerateRequest", "vllm.grpc.engine.GenerateResponse"
@@ -470,3 +472,25 @@ def number_of(field: bytes) -> int:
         if byte < 0x80:
             return value >> 3
     raise AssertionError("no tag")
+
+
+class TestSplicing:
+    """As editing, but what is kept of a large message is not copied."""
+
+    @given(
+        st.integers(0, 200_000),
+        st.sampled_from([{}, {(1,): None}, {(1,): field_bytes(1, b"new"), (4, 8): b"\x40\x01"}]),
+    )
+    def test_it_is_what_the_edit_is(self, size: int, edits: dict[tuple[int, ...], bytes | None]) -> None:
+        message = encode(GenerateRequest(request_id="id", text="x" * size, stream=True)) + field_bytes(10, b"y" * size)
+        spliced = splice(message, edits)
+        assert bytes(spliced) == edit(message, edits)
+        assert len(spliced) == len(bytes(spliced))
+
+    def test_most_of_a_large_message_is_the_same_memory(self) -> None:
+        message = field_bytes(1, b"id") + field_bytes(10, b"y" * 1_000_000)
+        spliced = splice(message, {(1,): field_bytes(1, b"another")})
+        assert isinstance(spliced, Pieces)
+        shared = [part for part in spliced.parts if isinstance(part, memoryview)]
+        assert all(part.obj is message for part in shared)
+        assert sum(map(len, shared)) >= 1_000_000

@@ -15,6 +15,7 @@ from ..errors import HandoffMissing, Unsupported
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
+from ..pieces import Message
 from .connectors import Connector, connector_of
 from .decode import ALONE, PAIRED, DecodeLeg
 from .handoff import Handoff, HandoffBook, Harvest, OnMissingHandoff
@@ -95,7 +96,7 @@ class Attempt:
             await self._run_prefill(self._prefill)
         await self._run_decode(self._decode_message())
 
-    def _decode_message(self) -> bytes:
+    def _decode_message(self) -> Message:
         worker = self.decode.worker
         if worker.spec.role is WorkerRole.PLAIN:
             return plain_leg(self._view, attempt_id=self.attempt_id, rank=worker.rank)
@@ -197,7 +198,7 @@ class Attempt:
                 asked=leg.plan.asks is not None,
             )
 
-    async def _run_decode(self, message: bytes) -> None:
+    async def _run_decode(self, message: Message) -> None:
         leg, timeline = self.decode, self._timeline
         self.blamed = leg.worker
         timeline.decode_started_at = trio.current_time()

@@ -12,6 +12,7 @@ import trio
 
 from ..errors import DecodeError, DecodeFailed, LinkError, PrefillFailed
 from ..fleet.worker import Lease
+from ..pieces import Message
 from ..protocol.codec import decode
 from ..protocol.messages import GenerateResponse
 from ..protocol.wire import scan_chunk
@@ -39,7 +40,7 @@ class DecodeLeg:
     def __repr__(self) -> str:
         return f"<DecodeLeg {self.attempt_id} on {self.worker.name}: {self.call!r}, {self.handoff!r}>"
 
-    async def send(self, message: bytes, *, handoff: Handoff | None = None, fresh_fraction: float = 1.0) -> None:
+    async def send(self, message: Message, *, handoff: Handoff | None = None, fresh_fraction: float = 1.0) -> None:
         """Send the request, with the handoff that is in it if there is one.
 
         Raises PrefillFailed when the handoff has grown too old by then (I5), WorkerUnavailable when the worker cannot

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import BadRequest
-from ..protocol.wire import edit, field_bytes, field_varint, get_string, get_varint
+from ..pieces import Message
+from ..protocol.wire import field_bytes, field_varint, get_string, get_varint, splice
 from .identity import EXTRA_MM_INPUTS, MEDIA_REFS, MM_INPUTS, Edits, MediaView, read_media
 
 # Field numbers of GenerateRequest and of SamplingParams inside it.
@@ -82,7 +83,7 @@ def choices(message: bytes) -> int:
     return get_varint(message, N) or 1
 
 
-def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None, rank: int | None = None) -> bytes:
+def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None, rank: int | None = None) -> Message:
     """The prefill leg: one token, no stop condition, no stream.
 
     A push connector keeps the prefill's blocks only when the request ended by its length cap, and a pull connector
@@ -90,7 +91,7 @@ def prefill_leg(view: RequestView, *, attempt_id: str, kv_params: str | None, ra
     otherwise. Everything else of the sampling parameters stays, since the first token is sampled with them. `rank` pins
     the leg to a data-parallel rank; None leaves the client's own choice.
     """
-    return edit(
+    return splice(
         view.message,
         {
             REQUEST_ID: field_bytes(1, attempt_id.encode()),
@@ -116,12 +117,12 @@ def decode_leg(
     address: tuple[str, int] | None = None,
     rank: int | None = None,
     media: Edits | None = None,
-) -> bytes:
+) -> Message:
     """The decode leg: the client's request with the handoff on it. Always streamed, so that a first frame exists
     (I4). `address` is the typed host and port of an older push connector; `rank` as for the prefill leg. `media` are
     the fields of a media identity that stand in for the references.
     """
-    return edit(
+    return splice(
         view.message,
         {
             REQUEST_ID: field_bytes(1, attempt_id.encode()),
@@ -134,9 +135,9 @@ def decode_leg(
     )
 
 
-def plain_leg(view: RequestView, *, attempt_id: str, rank: int | None = None) -> bytes:
+def plain_leg(view: RequestView, *, attempt_id: str, rank: int | None = None) -> Message:
     """The only leg of a request that a plain worker serves whole. It has no KV of anybody's to be told of."""
-    return edit(
+    return splice(
         view.message,
         {REQUEST_ID: field_bytes(1, attempt_id.encode()), STREAM: field_varint(5, 1), **_pinned(rank)},
     )
@@ -150,9 +151,9 @@ def _typed(host: str, port: int) -> bytes:
     return field_bytes(1, host.encode()) + field_varint(2, port)
 
 
-def release_leg(view: RequestView, *, attempt_id: str, kv_params: str) -> bytes:
+def release_leg(view: RequestView, *, attempt_id: str, kv_params: str) -> Message:
     """A decode leg made to be refused before admission (`max_tokens` 0), which tells the prefill worker to let go."""
-    return edit(
+    return splice(
         view.message,
         {
             REQUEST_ID: field_bytes(1, attempt_id.encode()),

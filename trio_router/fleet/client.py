@@ -10,6 +10,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from ..errors import WorkerUnavailable
+from ..pieces import Message
 from ..protocol.codec import decode, encode
 from ..protocol.messages import (
     AbortRequest,
@@ -67,7 +68,7 @@ class WorkerClient:
         """Return when a call could be opened without waiting; raises LinkError when the worker cannot be reached."""
         await self._channel.connect()
 
-    async def generate(self, request: bytes, *, control: bool = False) -> ClientCall:
+    async def generate(self, request: Message, *, control: bool = False) -> ClientCall:
         """Open a Generate call; raises LinkError when the worker cannot be reached. `control`: for one that frees
         something, which must not wait for room that others take.
         """

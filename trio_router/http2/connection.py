@@ -7,6 +7,7 @@ user does with a message. Nothing here blocks, and `receive` never raises: what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, final
 
 from trio_router.errors import LinkError, ProtocolViolation, TooLarge
@@ -20,6 +21,7 @@ from trio_router.http2.limits import MAX_UNREAD_BYTES, Clock, no_clock
 from trio_router.http2.outbox import DIRECT_LIMIT_BYTES
 from trio_router.http2.settings import Http2Settings
 from trio_router.http2.streams import Role, State, Stream
+from trio_router.pieces import Message
 
 _DEFAULTS: Final = Http2Settings()
 _pack_message = MESSAGE_HEADER.pack
@@ -182,7 +184,7 @@ class Connection:
         if end_stream:
             self._core.local_end(stream)
 
-    def send_messages(self, stream: Stream, messages: list[bytes], *, end_stream: bool = False) -> None:
+    def send_messages(self, stream: Stream, messages: Sequence[Message], *, end_stream: bool = False) -> None:
         """Send gRPC messages; what credit and room do not allow now is queued (`Stream.queued_bytes`).
 
         Does nothing on a closed stream. Raises `RuntimeError` before headers and after the end of our side.
@@ -194,11 +196,11 @@ class Connection:
             if size <= stream.send_window and size <= outbox.direct and size <= SEND_FRAME_BYTES and stream.flowing:
                 stream.send_window -= size
                 outbox.direct -= size
-                outbox.parts.append(_pack_message(size << 8, 0, stream.id, 0, size - PREFIX_BYTES) + message)
+                outbox.parts.append(_pack_message(size << 8, 0, stream.id, 0, size - PREFIX_BYTES) + bytes(message))
                 return
         self._send_several(stream, messages, end_stream=end_stream)
 
-    def _send_several(self, stream: Stream, messages: list[bytes], *, end_stream: bool) -> None:
+    def _send_several(self, stream: Stream, messages: Sequence[Message], *, end_stream: bool) -> None:
         if stream.closed:
             return
         if not stream.sendable:

@@ -5,10 +5,12 @@ Responsible for cutting and joining; must not know frames, windows or streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 
 from trio_router.errors import ProtocolViolation, TooLarge
+from trio_router.pieces import Message, Pieces
 
 PREFIX: Final = Struct(">BI")
 PREFIX_BYTES: Final = 5
@@ -89,10 +91,18 @@ class Assembler:
         return missing
 
 
-def join(messages: list[bytes]) -> bytes:
+def join(messages: Sequence[Message]) -> bytes:
     """Messages as gRPC writes them, one behind the other."""
-    pieces: list[bytes] = []
+    return b"".join(row(messages))
+
+
+def row(messages: Sequence[Message]) -> list[bytes | memoryview]:
+    """The same, not joined yet."""
+    pieces: list[bytes | memoryview] = []
     for message in messages:
         pieces.append(PREFIX.pack(0, len(message)))
-        pieces.append(message)
-    return b"".join(pieces)
+        if isinstance(message, Pieces):
+            pieces += message.parts
+        else:
+            pieces.append(message)
+    return pieces

@@ -11,13 +11,14 @@ queued data are therefore kept unencoded until their turn.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from trio_router.http2 import credit, frames
-from trio_router.http2.framing import PREFIX, PREFIX_BYTES
+from trio_router.http2.framing import PREFIX_BYTES, row
 from trio_router.http2.headers import HeaderEncoder
 from trio_router.http2.streams import Stream
+from trio_router.pieces import Message
 
 # How much of messages may go straight into the output between two takes; behind a transport that blocks they queue
 # per stream, where they take turns and where their sender can see them. As much as one take hands over by default.
@@ -72,17 +73,12 @@ class Outbox:
         """Encode a header list and append it."""
         self.add(frames.header_frames(stream.id, self._encoder.encode(headers), end_stream=end_stream))
 
-    def enqueue(self, stream: Stream, messages: list[bytes]) -> None:
+    def enqueue(self, stream: Stream, messages: Sequence[Message]) -> None:
         """Keep messages until both windows and the output have room for them."""
         if stream.queue is None:
             stream.queue = deque()
-        queue = stream.queue
-        size = 0
-        for message in messages:
-            queue.append(PREFIX.pack(0, len(message)))
-            queue.append(message)
-            size += PREFIX_BYTES + len(message)
-        stream.queued_bytes += size
+        stream.queue.extend(row(messages))
+        stream.queued_bytes += sum(map(len, messages)) + PREFIX_BYTES * len(messages)
         stream.flowing = False
         self.update(stream)
 

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import betterproto
 
 from ..errors import DecodeError
+from ..pieces import Message, Pieces
 from .scalars import VARINT_TYPES
 from .varint import (
     MASK_64,
@@ -37,6 +38,8 @@ _PROMPT_TOKENS, _COMPLETION_TOKENS, _CACHED_TOKENS, _INDEX = 0x10, 0x18, 0x20, 0
 _UINT32: Final = VARINT_TYPES[betterproto.TYPE_UINT32]
 _ids: Final = PackedReader(_UINT32.from_wire)
 _known_id: Final = _ids.get
+_WORTH_SPLICING: Final = 65_536
+"""Bytes of a message above which copying what an edit keeps costs more than looking at it."""
 # Four counts, each with a tag of one byte and at most five of value: what is longer is no usual chunk.
 _MAX_COUNTS_BYTES: Final = 4 * 6
 
@@ -132,7 +135,14 @@ def edit(message: bytes, edits: Mapping[tuple[int, ...], bytes | None]) -> bytes
     Raises DecodeError where the message, or a sub-message on a path, is malformed; the rest is not looked at.
     Raises ValueError for paths that are empty or contain one another, and for a value that is not the field it is for.
     """
-    return _edited(message, 0, len(message), _tree(edits), 0)
+    return b"".join(_edited(message, 0, len(message), _tree(edits), 0))
+
+
+def splice(message: bytes, edits: Mapping[tuple[int, ...], bytes | None]) -> Message:
+    """As `edit`, but what is kept of a large message is not copied: the result looks at it."""
+    if len(message) < _WORTH_SPLICING:
+        return edit(message, edits)
+    return Pieces(_edited(message, 0, len(message), _tree(edits), 0))
 
 
 def field_varint(number: int, value: int) -> bytes:
@@ -235,10 +245,12 @@ def _tree(edits: Mapping[tuple[int, ...], bytes | None]) -> _Edits:
     return root
 
 
-def _edited(data: bytes, at: int, end: int, edits: _Edits, depth: int) -> bytes:
+def _edited(data: bytes, at: int, end: int, edits: _Edits, depth: int) -> list[bytes | memoryview]:
+    """The pieces of data[at:end] after the edits. What is kept of a large message is looked at, not copied."""
+    kept: bytes | memoryview = data if len(data) < _WORTH_SPLICING else memoryview(data)
     touched = [field for field in _fields(data, at, end, depth) if field[0] >> 3 in edits]
     last_parents = {tag >> 3: start for tag, start, _, _ in touched if tag & 7 == WIRE_BYTES}
-    parts: list[bytes] = []
+    parts: list[bytes | memoryview] = []
     for tag, start, value, stop in touched:
         change = edits[tag >> 3]
         if isinstance(change, dict):
@@ -246,22 +258,22 @@ def _edited(data: bytes, at: int, end: int, edits: _Edits, depth: int) -> bytes:
                 continue  # not the sub-message, whatever it is
             body, _ = read_length(data, value, stop)
             inner = change if last_parents[tag >> 3] == start else _deletions(change)
-            new_body = _edited(data, body, stop, inner, depth + 1)
+            new_body = b"".join(_edited(data, body, stop, inner, depth + 1))
             if new_body == data[body:stop]:
                 continue  # also the length stays as it was written
-            parts += (data[at:value], write_varint(len(new_body)), new_body)
+            parts += (kept[at:value], write_varint(len(new_body)), new_body)
         else:
-            parts.append(data[at:start])
+            parts.append(kept[at:start])
         at = stop
-    parts.append(data[at:end])
+    parts.append(kept[at:end])
     for number, change in edits.items():
         if isinstance(change, bytes):
             parts.append(change)
         elif change is not None and number not in last_parents:
-            body_of_new_parent = _edited(b"", 0, 0, change, depth + 1)
+            body_of_new_parent = b"".join(_edited(b"", 0, 0, change, depth + 1))
             if body_of_new_parent:
                 parts.append(field_bytes(number, body_of_new_parent))
-    return b"".join(parts)
+    return parts
 
 
 def _deletions(edits: _Edits) -> _Edits:

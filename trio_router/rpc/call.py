@@ -7,7 +7,7 @@ call can still look at what came. At most one task sends in a call and one recei
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import trio
@@ -16,6 +16,7 @@ from grpclib.const import Status
 from ..errors import TooLarge
 from ..http2.frames import ErrorCode
 from ..http2.streams import Stream
+from ..pieces import Message
 from .link import Flush, Link
 from .metadata import Headers, Origin, RpcError, decode_metadata, not_grpc, outcome, reset_outcome
 from .seat import Seat
@@ -85,7 +86,7 @@ class ClientCall:
 
     # Sending
 
-    def send_nowait(self, messages: list[bytes], *, end: bool = False) -> bool:
+    def send_nowait(self, messages: Sequence[Message], *, end: bool = False) -> bool:
         """Queue messages; False when the peer or the transport is behind. `flush` writes what is queued."""
         if self.ended:
             return True
@@ -96,7 +97,7 @@ class ClientCall:
         """Write what is queued on this call's link."""
         self._link.flush()
 
-    async def send(self, message: bytes, *, end: bool = False) -> None:
+    async def send(self, message: Message, *, end: bool = False) -> None:
         """Send one message and wait until the peer keeps up."""
         await trio.lowlevel.checkpoint()
         fits = self.send_nowait([message], end=end)

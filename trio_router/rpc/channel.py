@@ -15,6 +15,7 @@ import trio
 from grpclib.const import Cardinality
 from grpclib.metadata import Deadline
 
+from ..pieces import Message
 from ..scopes import plain_errors
 from .call import ClientCall, open_call
 from .endpoint import dial
@@ -61,7 +62,7 @@ class Channel:
     async def call(
         self,
         path: str,
-        message: bytes,
+        message: Message,
         *,
         metadata: MetadataLike = (),
         timeout: float | None = None,
