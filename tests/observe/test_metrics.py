@@ -162,7 +162,7 @@ class TestHistograms:
         assert scrape.value("smg_router_request_duration_seconds_count", **ROUTE) == 4
 
     def test_an_exact_bound_counts_as_at_most(self, metrics):
-        metrics.pair_dispatched(connector="nixl", prefill_seconds=0.25)
+        metrics.pair_dispatched(connector="nixl", prefill_seconds=0.25, handoff_seconds=0.002)
         labels = {"backend_type": "pd", "model": "tiny", "runtime": "vllm"}
         scrape = Scrape(metrics)
         assert scrape.value("smg_pd_prefill_duration_seconds_bucket", **labels, le="0.25") == 1
@@ -171,7 +171,7 @@ class TestHistograms:
 
 class TestPairs:
     def test_dispatched_pairs_missing_handoffs_and_their_ends_are_counted(self, metrics):
-        metrics.pair_dispatched(connector="nixl", prefill_seconds=0.2)
+        metrics.pair_dispatched(connector="nixl", prefill_seconds=0.2, handoff_seconds=0.002)
         metrics.handoff_missing(worker="p:1")
         for outcome in ("consumed", "consumed", "released"):
             metrics.handoff_ended(outcome=outcome)
@@ -180,6 +180,26 @@ class TestPairs:
         assert scrape.value("smg_pd_kv_transfer_failures_total") == 1
         assert scrape.value("trio_router_handoffs_total", outcome="consumed") == 2
         assert scrape.value("trio_router_handoffs_total", outcome="released") == 1
+
+    def test_the_way_from_prefill_to_decode_is_timed(self, metrics):
+        metrics.pair_dispatched(connector="nixl", prefill_seconds=0.2, handoff_seconds=0.002)
+        scrape = Scrape(metrics)
+        labels = {"backend_type": "pd", "model": "tiny", "runtime": "vllm"}
+        assert scrape.value("smg_pd_kv_transfer_duration_seconds_sum", **labels) == pytest.approx(0.002)
+        assert scrape.value("smg_pd_kv_transfer_duration_seconds_count", **labels) == 1
+
+    def test_decode_s_own_time_to_its_first_token_is_that_of_pairs(self, metrics):
+        metrics.request_ended(RECORD)
+        metrics.request_ended(replace(RECORD, prefill_worker=None))
+        scrape = Scrape(metrics)
+        labels = {"backend_type": "pd", "model": "tiny", "runtime": "vllm"}
+        assert scrape.value("smg_pd_decode_ttft_seconds_sum", **labels) == pytest.approx(0.25)
+        assert scrape.value("smg_pd_decode_ttft_seconds_count", **labels) == 1
+
+    def test_what_became_of_media_identities_is_counted(self, metrics):
+        for outcome in ("applied", "applied", "missing"):
+            metrics.media_judged(request_id="r", outcome=outcome, detail=None)
+        assert Scrape(metrics).value("trio_router_media_identities_total", outcome="applied") == 2
 
     def test_the_janitor_s_jobs_are_a_gauge(self, metrics):
         metrics.janitor_jobs(2)

@@ -41,7 +41,7 @@ class Witness(Observer):
         self.records.append(record)
         self.ended.set()
 
-    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float, handoff_seconds: float) -> None:
         self.connectors.append(connector)
 
     def handoff_ended(self, *, outcome: str) -> None:

@@ -217,7 +217,9 @@ class Attempt:
         started, ended = self._timeline.prefill_started_at, self._timeline.prefill_ended_at
         if self._prefill is not None and started is not None and ended is not None:
             self._observer.pair_dispatched(
-                connector=self._prefill.plan.connector.value, prefill_seconds=ended - started
+                connector=self._prefill.plan.connector.value,
+                prefill_seconds=ended - started,
+                handoff_seconds=trio.current_time() - ended,
             )
 
     # Leaving

@@ -66,8 +66,8 @@ class Observer:
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         """A try ended before the client had its first byte."""
 
-    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
-        """A decode leg was dispatched behind a prefill leg."""
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float, handoff_seconds: float) -> None:
+        """A decode leg was dispatched behind a prefill leg, so long after that had ended."""
 
     def handoff_missing(self, *, worker: str) -> None:
         """A prefill leg that was asked for a handoff ended without one."""
@@ -122,9 +122,11 @@ class Observers(Observer):
         for member in self.members:
             member.attempt_failed(worker=worker, role=role, code=code, will_retry=will_retry)
 
-    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float, handoff_seconds: float) -> None:
         for member in self.members:
-            member.pair_dispatched(connector=connector, prefill_seconds=prefill_seconds)
+            member.pair_dispatched(
+                connector=connector, prefill_seconds=prefill_seconds, handoff_seconds=handoff_seconds
+            )
 
     def handoff_missing(self, *, worker: str) -> None:
         for member in self.members:

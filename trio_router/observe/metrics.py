@@ -115,6 +115,8 @@ class Metrics(Observer):
         self.tokens = Counts()
         self.media = Counts()
         self.prefill = Durations()
+        self.transfer = Durations()
+        self.decode_ttft = Durations()
         self.connectors = Counts()
         self.missing_handoffs = 0
         self.handoffs = Counts()
@@ -143,6 +145,8 @@ class Metrics(Observer):
 
     def _count_generation(self, record: RequestRecord, labels: Labels, *, first: float) -> None:
         self.ttft.add(labels, first - record.received_at)
+        if record.prefill_worker is not None and record.decode_started_at is not None:
+            self.decode_ttft.add(("pd", labels[2], "vllm"), first - record.decode_started_at)
         if record.output_tokens > 1:
             self.tpot.add(labels, (record.ended_at - first) / (record.output_tokens - 1))
         self.tokens.add((*labels, "input"), record.prompt_tokens)
@@ -157,9 +161,11 @@ class Metrics(Observer):
     def attempt_failed(self, *, worker: str, role: str, code: str, will_retry: bool) -> None:
         (self.retries if will_retry else self.exhausted).add((role,))
 
-    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float, handoff_seconds: float) -> None:
         self.connectors.add((connector,))
-        self.prefill.add(("pd", self._only_model(), "vllm"), prefill_seconds)
+        labels = ("pd", self._only_model(), "vllm")
+        self.prefill.add(labels, prefill_seconds)
+        self.transfer.add(labels, handoff_seconds)
 
     def handoff_missing(self, *, worker: str) -> None:
         self.missing_handoffs += 1
@@ -196,6 +202,7 @@ class Metrics(Observer):
 
 _BREAKER_VALUES: Final = {"closed": 0, "open": 1, "half_open": 2}
 _ROUTE: Final = ("router_type", "backend_type", "connection_mode", "model", "endpoint")
+_PAIR: Final = ("backend_type", "model", "runtime")
 _STREAM: Final = ("router_type", "backend_type", "model", "endpoint")
 
 
@@ -257,8 +264,20 @@ class MetricsCollector(Collector):
         yield _histogram(
             "smg_pd_prefill_duration_seconds",
             "Length of a prefill leg, counted once its decode leg was dispatched",
-            ("backend_type", "model", "runtime"),
+            _PAIR,
             m.prefill,
+        )
+        yield _histogram(
+            "smg_pd_kv_transfer_duration_seconds",
+            "From the end of a prefill leg to the moment its decode leg was dispatched",
+            _PAIR,
+            m.transfer,
+        )
+        yield _histogram(
+            "smg_pd_decode_ttft_seconds",
+            "From the dispatch of a pair's decode leg to its first frame; requests that ended well",
+            _PAIR,
+            m.decode_ttft,
         )
         yield _counter(
             "smg_pd_kv_connector_mode",

@@ -32,7 +32,7 @@ class Recorder(Observer):
     def handoff_ended(self, *, outcome: str) -> None:
         self.handoffs.append(outcome)
 
-    def pair_dispatched(self, *, connector: str, prefill_seconds: float) -> None:
+    def pair_dispatched(self, *, connector: str, prefill_seconds: float, handoff_seconds: float) -> None:
         self.pairs.append((connector, prefill_seconds))
 
     def handoff_missing(self, *, worker: str) -> None:
