@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import trio
@@ -10,6 +11,7 @@ from grpclib.const import Status
 
 from trio_router.engine.facts import LoadBook
 from trio_router.engine.model import load_model
+from trio_router.engine.vision.settings import MediaSettings
 from trio_router.protocol.messages import (
     EmbedRequest,
     FlushCacheRequest,
@@ -83,6 +85,26 @@ async def test_model_info_agrees_with_the_tokenizer(fleet, stub):
     assert not info.supports_vision
     other = await VllmEngineStub(fleet.channels["w"]).get_model_info(GetModelInfoRequest())
     assert other.served_model_name == "other"
+
+
+async def test_what_it_says_of_media(open_fleet):
+    sees, blind = (MediaSettings(processor="inprocess", language_model_only=blind) for blind in (False, True))
+    local = MediaSettings(processor="inprocess", schemes=("data", "file"), allowed_local_path=Path("/tmp"), max_items=3)  # noqa: S108
+    async with open_fleet(p={"media": sees}, d={"media": blind}, w={"media": local}, w2={}) as fleet:
+        told = {}
+        for name, channel in fleet.channels.items():
+            server = await VllmEngineStub(channel).get_server_info(GetServerInfoRequest())
+            model = await VllmEngineStub(channel).get_model_info(GetModelInfoRequest())
+            told[name] = (
+                *(server.mm_processor, server.mm_media_ref_schemes, server.mm_item_limits, server.mm_processor_source),
+                *(model.supports_vision, model.model_type, model.served_model_name),
+            )
+        assert told == {
+            "p": ("inprocess", "http,https,data", "image=8,video=2", "default", True, "qwen3_vl", "tiny-vl-english"),
+            "d": ("", "", "", "", False, "qwen3_vl", "tiny-vl-english"),
+            "w": ("inprocess", "data,file", "image=3,video=3", "default", True, "qwen3_vl", "tiny-vl-english"),
+            "w2": ("", "", "", "", False, "tiny_english", "tiny-english"),
+        }
 
 
 async def test_health_is_told_three_ways_and_a_dead_engine_shows_in_all(fleet, stub):

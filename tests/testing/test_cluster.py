@@ -80,7 +80,6 @@ async def test_what_is_asked_for_goes_before_the_template(autojump_clock):
 class TestMedia:
     @pytest.fixture
     def origin(self):
-        pytest.importorskip("PIL.Image", reason="Pillow is not installed")
         return Origin({"http://o/red": picture("red"), "http://o/film": film("red", "blue", "lime")})
 
     async def test_a_cluster_that_sees_processes_once_on_the_prefill_leg(self, origin, autojump_clock):

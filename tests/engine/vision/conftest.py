@@ -16,7 +16,6 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @pytest.fixture
 def origin() -> Origin:
-    pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     return Origin(
         {"http://o/red": picture("red"), "http://o/blue": picture("blue"), "http://o/film": film("red", "blue", "lime")}
     )
