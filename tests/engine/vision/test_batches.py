@@ -133,8 +133,8 @@ class TestWithPixels:
 
 
 async def test_state_that_was_pulled_and_preempted_cannot_be_had_again(open_fleet, sees, ask):
-    # Room for two prompts and little of their answers: one of them has to give way.
-    small = {"num_blocks": 14, "max_context_length": 200}
+    # Room for two prompts, but for one answer only: it takes even the blocks that the other one leaves behind.
+    small = {"num_blocks": 14, "max_context_length": 224}
     async with open_fleet(p=sees(), d=sees(**small)) as fleet:
         legs = []
         for color in ("red", "blue"):
@@ -142,7 +142,7 @@ async def test_state_that_was_pulled_and_preempted_cannot_be_had_again(open_flee
             first.stream = False
             complete = (await fleet.send("p", first)).complete
             kv = json.loads(complete.kv_transfer_params_json)
-            legs.append(with_identity(ask(fleet, f"http://o/{color}", kv=kv, max_tokens=60), complete.media_identity))
+            legs.append(with_identity(ask(fleet, f"http://o/{color}", kv=kv, max_tokens=120), complete.media_identity))
         calls = [await fleet.call("d", leg) for leg in legs]
         ends = [(await fleet.read(call)).complete.finish_reason for call in calls]
         assert sorted(ends) == ["error", "length"]
