@@ -89,6 +89,9 @@ class TestSchemes:
     def test_case_b8_what_nobody_accepts_is_refused(self, url):
         assert refusal(plan_of("data:image/png;base64,AA", url)).error_code == "media_ref_scheme_not_accepted"
 
+    def test_an_url_without_a_scheme_is_told_so(self):
+        assert "its URL has no scheme;" in refusal(plan_of("/etc/passwd")).message
+
     def test_files_are_for_workers_that_say_so(self):
         assert check(plan_of("file:///media/x.png"), worker("http,file", leg="prefill"), worker("file")) == ()
 
@@ -153,6 +156,11 @@ class TestNumbers:
         assert error.error_code == "invalid_multimodal_request"
         assert error.message == "part 10: the request has 11 images, the model's limit is 10"
 
+    def test_one_too_many_of_one_is_told_in_the_singular(self):
+        error = refusal(plan_of("http://8.8.8.8/"), image_limit=0)
+        assert "the request has 1 image, the operator's limit is 0" in error.message
+        assert "the request has 2 images," in refusal(plan_of(*["http://8.8.8.8/"] * 2), image_limit=0).message
+
     def test_a_modality_that_the_model_does_not_have_is_refused(self):
         error = refusal(plan_of("http://8.8.8.8/", modality=VIDEO), spec=LLAMA4)
         assert "the request has 1 video, the model's limit is 0" in error.message
@@ -177,6 +185,9 @@ class TestDataUrls:
             ("data:", IMAGE),
             ("data:image/png;base64", IMAGE),
             ("data:image/png,AAAA", IMAGE),
+            ("data:image/png;base32,AAAA", IMAGE),
+            ("data:,", IMAGE),
+            ("data:,AAAA", IMAGE),
             ("data:;base64,AAAA", IMAGE),
             ("data:base64,AAAA", IMAGE),
             ("data:text/html;base64,AAAA", IMAGE),

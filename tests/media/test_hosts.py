@@ -103,7 +103,7 @@ class TestAddresses:
         assert is_public(IPv4Address(text))
         assert host_of(f"https://{text}/x.png", part=PART).address == IPv4Address(text)
 
-    @pytest.mark.parametrize("text", ["2606:4700:4700::1111", "2a00:1450::200e", "::ffff:8.8.8.8"])
+    @pytest.mark.parametrize("text", ["2606:4700:4700::1111", "2a00:1450::200e", "::ffff:8.8.8.8", "2000::"])
     def test_public_ipv6_addresses_are(self, text):
         assert is_public(IPv6Address(text))
         assert host_of(f"https://[{text}]:8443/x.png", part=PART).address == IPv6Address(text)
@@ -135,6 +135,10 @@ class TestUrls:
             ("http://1e100.net", "1e100.net"),
             ("http://host", "host"),
             ("http://media.example:/", "media.example"),
+            ("http://media.example:1/", "media.example"),
+            ("http://media.example:65535/", "media.example"),
+            ("http://" + "a." * 126 + "a", "a." * 126 + "a"),
+            ("http://m/" + "x" * (MAX_URL_CHARS - 9), "m"),
         ],
     )
     def test_a_name_comes_back_as_it_will_be_asked_for(self, url, name):
@@ -175,8 +179,9 @@ class TestUrls:
             "http://256.1.1.1/",
             "http://media.example.0x1/",
             "http://" + "a" * 64 + ".example/",
-            "http://" + "a.b" * 100 + "/",
-            "http://media.example/" + "x" * MAX_URL_CHARS,
+            "http://" + "a." * 126 + "ab",
+            "http://m/" + "x" * (MAX_URL_CHARS - 8),
+            "http://media.example:123456",
         ],
     )
     def test_what_two_parsers_may_read_in_two_ways_is_refused(self, url):
@@ -185,6 +190,22 @@ class TestUrls:
         assert caught.value.error_code == MALFORMED
         assert caught.value.message.startswith(f"{PART}: its URL ")
         assert "word" not in caught.value.message
+
+    @pytest.mark.parametrize(
+        ("url", "told"),
+        [
+            ("http://user@media.example", "a user name in front of the host"),
+            ("http://b\u00fccher.example/", "a host name that is not ASCII; write it in its xn-- form"),
+            ("http://[::1]x", "a malformed IPv6 address"),
+            ("http://[fe80::1%25eth0]/", "an IPv6 address with a zone"),
+            ("http://[fe80::1%eth0]/", "an IPv6 address with a zone"),
+            ("http://m/" + "x" * MAX_URL_CHARS, f"8201 characters, the limit is {MAX_URL_CHARS}"),
+        ],
+    )
+    def test_the_refusal_says_what_is_wrong(self, url, told):
+        with pytest.raises(BadRequest) as caught:
+            host_of(url, part=PART)
+        assert told in caught.value.message
 
     @given(st.text(max_size=40))
     def test_any_text_behind_the_scheme_is_a_plain_host_or_refused(self, rest):
