@@ -10,6 +10,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Final
 
 import trio
@@ -146,7 +147,11 @@ class Servicer:
         if references is None:
             return sight_of_batches(request, params=params, settings=settings, warn=warn)
         processed = await self._media.process(references, prompt=request.tokenized.input_ids)
-        return sight_of_references(processed, params=params, settings=settings, warn=warn)
+        sight = sight_of_references(processed, params=params, settings=settings, warn=warn)
+        change = self._engine.faults.change_identity
+        if change is not None and sight.identity is not None:
+            sight = replace(sight, identity=change(sight.identity))
+        return sight
 
     def _admit(
         self, request: GenerateRequest, *, params: KvParams | None, sight: Sight, call: ServerCall

@@ -5,11 +5,13 @@ Plain records; they know nothing of the code that reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum, unique
 from typing import Final
 
 from ..errors import ConfigError
+from ..protocol.messages import MediaIdentity
 from .vision.settings import MediaSettings
 
 
@@ -195,3 +197,5 @@ class Faults:
     """Decode legs that have been admitted do not begin to pull until this is lifted."""
     first_frame_delay_seconds: float = 0.0
     """Time between a request's KV being ready and its first token."""
+    change_identity: Callable[[MediaIdentity], MediaIdentity | None] | None = None
+    """What is returned in place of the identity that a prefill leg has made of its media; None: nothing."""

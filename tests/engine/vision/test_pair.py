@@ -10,6 +10,7 @@ import betterproto
 import pytest
 import trio
 
+from trio_router.engine.settings import Faults
 from trio_router.protocol.messages import GenerateRequest, MediaRefs
 from trio_router.rpc.metadata import RpcError
 from trio_router.testing.origin import picture
@@ -318,6 +319,24 @@ class TestAnOlderWorker:
             complete = await prefill(fleet, ask(fleet, "http://o/red"))
             assert not betterproto.serialized_on_wire(complete.media_identity)
         assert sum("no media_identity" in message for message in caplog.messages) == 1
+
+
+class TestAnIdentityGoneWrong:
+    async def test_a_fault_changes_what_is_told_and_nothing_else(self, open_fleet, sees, ask):
+        def forget_grids(identity):
+            identity.mm_inputs.model_specific_tensors = {}
+            return identity
+
+        async with open_fleet(p=sees()) as fleet:
+            right = await prefill(fleet, ask(fleet, "http://o/red"))
+            for change, told in ((forget_grids, (True, [])), (lambda _identity: None, (False, []))):
+                fleet.workers["p"].faults = Faults(change_identity=change)
+                wrong = (await prefill(fleet, ask(fleet, "http://o/red"))).media_identity
+                present = betterproto.serialized_on_wire(wrong)
+                assert (present, list(wrong.mm_inputs.model_specific_tensors)) == told
+            fleet.workers["p"].faults = Faults()
+            again = await prefill(fleet, ask(fleet, "http://o/red"))
+            assert bytes(again.media_identity) == bytes(right.media_identity)
 
 
 class TestWhoGetsAnIdentity:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ssl
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import trio
+import trustme
 
 from trio_router.engine.vision.web import MediaUnavailable, Web
 from trio_router.errors import BadRequest, LinkError
 from trio_router.rpc.memory import MemoryNetwork
+from trio_router.rpc.tlstransport import TlsTransport
 
 
 def answer(status: str = "200 OK", body: bytes = b"", **headers: str) -> bytes:
@@ -26,17 +30,26 @@ class Site:
         self.requests: list[bytes] = []
         self.open = 0
 
-    def serve(self, address, *answers):
+    def serve(self, address, *answers, tls=None):
         listener = self.network.listen(address)
 
         async def run():
             for reply in answers:
                 transport = await listener.accept()
+                if tls is not None:
+                    transport = TlsTransport(transport, tls, server_side=True, protocol=None)
+                    # An asker that does not believe it leaves.
+                    with suppress(LinkError):
+                        await transport.establish()
                 request = b""
                 while b"\r\n\r\n" not in request:
                     await transport.wait_readable()
-                    request += transport.recv_nowait(65536) or b""
-                self.requests.append(request)
+                    try:
+                        request += transport.recv_nowait(65536) or b""
+                    except LinkError:
+                        break
+                if request:
+                    self.requests.append(request)
                 # An asker that has seen enough leaves.
                 with suppress(LinkError):
                     while reply:
@@ -105,6 +118,45 @@ class TestBodies:
             site.serve("o:80", answer(body=b"x"))
             await web.get("http://me:secret@o/", max_bytes=10)
             assert b"secret" not in site.requests[0]
+
+
+class TestTls:
+    @pytest.fixture
+    def authority(self):
+        return trustme.CA()
+
+    @pytest.fixture
+    def certified(self, authority):
+        def make(name):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            authority.issue_cert(name).configure_cert(context)
+            return context
+
+        return make
+
+    def trusting(self, web, authority):
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        return replace(web, trust=lambda: context)
+
+    async def test_an_origin_that_proves_its_name_is_read(self, open_site, authority, certified):
+        async with open_site() as (site, web):
+            site.serve("o.test:443", answer(body=b"pixels"), tls=certified("o.test"))
+            assert await self.trusting(web, authority).get("https://o.test/x", max_bytes=10) == b"pixels"
+
+    async def test_one_with_another_name_is_not(self, open_site, authority, certified):
+        async with open_site() as (site, web):
+            site.serve("o.test:443", answer(body=b"pixels"), tls=certified("p.test"))
+            with pytest.raises(MediaUnavailable, match="TLS handshake"):
+                await self.trusting(web, authority).get("https://o.test/x", max_bytes=10)
+            assert site.requests == []
+
+    async def test_nor_one_of_an_authority_that_nobody_knows(self, open_site, certified):
+        async with open_site() as (site, web):
+            site.serve("o.test:443", answer(body=b"pixels"), tls=certified("o.test"))
+            with pytest.raises(MediaUnavailable, match="TLS handshake"):
+                await web.get("https://o.test/x", max_bytes=10)
+            assert site.requests == []
 
 
 class TestRedirects:

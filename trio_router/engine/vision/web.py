@@ -34,6 +34,12 @@ class MediaUnavailable(WorkerUnavailable):
     code = "media_fetch_failed"
 
 
+@cache
+def usual_trust() -> ssl.SSLContext:
+    """The system's authorities."""
+    return ssl.create_default_context()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Web:
     """How to get at origins. `check` gets every URL that is about to be asked, and raises BadRequest."""
@@ -41,6 +47,8 @@ class Web:
     dialer: Dialer
     check: Callable[[SplitResult], None]
     max_redirects: int = 5
+    trust: Callable[[], ssl.SSLContext] = usual_trust
+    """Whose certificates are believed; asked for at the first https: URL."""
 
     async def get(self, url: str, *, max_bytes: int) -> bytes:
         """The body that a URL leads to. Raises BadRequest when asking again is no use, MediaUnavailable when it is.
@@ -65,7 +73,7 @@ class Web:
         try:
             transport = await self.dialer(address)
             if secure:
-                transport = TlsTransport(transport, _context(), server_name=host, protocol=None)
+                transport = TlsTransport(transport, self.trust(), server_name=host, protocol=None)
                 await transport.establish()
             return await _exchange(transport, target, max_bytes=max_bytes)
         except LinkError as exc:
@@ -75,11 +83,6 @@ class Web:
         finally:
             if transport is not None:
                 transport.close()
-
-
-@cache
-def _context() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 def _split(url: str) -> SplitResult:
