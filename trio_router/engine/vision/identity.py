@@ -51,7 +51,7 @@ def build_media_identity(processed: Processed, *, warn: Warn) -> MediaIdentity |
         if stacked is None:
             return None
         batches.append(_batch(group, stacked=stacked, prompt=processed.prompt))
-    identity = MediaIdentity(prompt_token_ids=processed.prompt, extra_mm_inputs=batches[1:])
+    identity = MediaIdentity(prompt_token_ids=list(processed.prompt), extra_mm_inputs=batches[1:])
     identity.mm_inputs = batches[0]
     return identity
 
