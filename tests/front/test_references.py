@@ -10,7 +10,7 @@ import trio
 from grpclib.const import Status
 
 from trio_router.engine.vision.settings import MediaSettings
-from trio_router.errors import BadRequest
+from trio_router.errors import BadRequest, WorkerUnavailable
 from trio_router.front.grpc import GENERATE, grpc_server
 from trio_router.front.media import MediaDesk
 from trio_router.front.references import ReferenceDesk, references_of
@@ -95,6 +95,27 @@ def test_the_plan_is_read_from_the_bytes_in_their_order():
 def test_references_in_two_pieces_are_read_as_workers_merge_them():
     first, second = (encode(GenerateRequest(media_refs=request(url).media_refs)) for url in ("http://a", "http://b"))
     assert [item.url for item in references_of(first + second)] == ["http://a", "http://b"]
+
+
+class Served:
+    """A router, as far as it is asked here."""
+
+    def __init__(self, *models: str) -> None:
+        self._models = list(models)
+
+    def models(self) -> list[str]:
+        return self._models
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "told"),
+    [([], WorkerUnavailable, "no worker is ready"), (["a", "b"], BadRequest, "several models are served here: a, b")],
+)
+async def test_media_need_one_model_and_text_does_not(models, error, told):
+    desk = ReferenceDesk(Served(*models), media=MediaDesk(), texts=OneToken())
+    await desk.admit(encode(GenerateRequest(request_id="x", tokenized=TokenizedInput(input_ids=[PAD]))))
+    with pytest.raises(error, match=told):
+        await desk.admit(encode(request(PUBLIC)))
 
 
 @pytest.mark.parametrize("modality", [0, 4])
