@@ -216,7 +216,7 @@ def test_a_request_without_media_may_not_have_anchors_either() -> None:
 
 
 def test_only_the_anchors_that_are_needed_must_be_in_the_tokenizer() -> None:
-    request = chat(PICTURES[:1] + [{"role": "user", "content": PICTURES[1]["content"][:2]}])
+    request = chat([*PICTURES[:1], {"role": "user", "content": PICTURES[1]["content"][:2]}])
     spec = replace(SPEC, anchors={Modality.IMAGE: "<i>", Modality.VIDEO: "none such"})
 
     assert chat_prompt(request, tokenizer=AnchorTokenizer(PRINTS), plan=media_plan(request), spec=spec).input_ids
