@@ -301,6 +301,33 @@ class TestHashesOnly:
             assert (await fleet.send("w", leg)).token_ids != alone.token_ids
 
 
+FLAT = {"position_grids": False}
+
+
+class TestAModelWithoutGrids:
+    @pytest.mark.parametrize("urls", CASES.values(), ids=CASES.keys())
+    @pytest.mark.parametrize("eyes", [True, False], ids=["a worker that sees", "a language model only"])
+    async def test_hashes_are_all_that_a_decode_worker_needs(self, open_fleet, sees, ask, origin, urls, eyes):
+        decode = sees({**FLAT, "language_model_only": not eyes})
+        async with open_fleet(p=sees(FLAT), d=decode, w=sees(FLAT)) as fleet:
+            alone = await fleet.send("w", ask(fleet, *urls))
+            pair = await through_the_pair(fleet, lambda: ask(fleet, *urls))
+            assert pair.token_ids == alone.token_ids
+            assert fleet.workers["d"].counters.media_items_processed == 0
+
+    async def test_they_have_to_be_the_right_ones_and_have_to_come_with_state(self, open_fleet, sees, ask):
+        async with open_fleet(p=sees(FLAT), d=sees(FLAT), w=sees(FLAT)) as fleet:
+            alone = await fleet.send("w", ask(fleet, "http://o/red"))
+            complete = await prefill(fleet, ask(fleet, "http://o/red"))
+            assert complete.media_identity.mm_inputs.model_specific_tensors == {}
+            bare = with_identity(ask(fleet, "http://o/red"), complete.media_identity)
+            assert (await fleet.send("w", bare)).token_ids != alone.token_ids
+            complete.media_identity.mm_inputs.mm_hashes = ["0" * 64]
+            wrong = with_identity(ask(fleet, "http://o/red"), complete.media_identity)
+            wrong.kv_transfer_params_json = complete.kv_transfer_params_json
+            assert (await fleet.send("d", wrong)).token_ids != alone.token_ids
+
+
 class TestALanguageModelOnly:
     async def test_it_refuses_references_and_tensors(self, open_fleet, sees, ask):
         async with open_fleet(p=sees(), d=sees({"language_model_only": True})) as fleet:

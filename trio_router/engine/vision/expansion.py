@@ -48,9 +48,15 @@ class Measured:
 
 
 def expand(
-    prompt: Sequence[int], items: Sequence[Measured], *, anchors: Anchors, encode: Callable[[str], list[int]]
+    prompt: Sequence[int],
+    items: Sequence[Measured],
+    *,
+    anchors: Anchors,
+    encode: Callable[[str], list[int]],
+    grids: bool = True,
 ) -> Processed:
-    """Put items in the place of their anchors, those of each kind in their order.
+    """Put items in the place of their anchors, those of each kind in their order; `grids` says whether the model's
+    positions need more of them than that.
 
     An anchor too many stays what it is, as with a real worker; an item too many raises ProcessingFailed.
     """
@@ -77,7 +83,7 @@ def expand(
     if left:
         raise ProcessingFailed(f"{left} of {len(items)} media references have no placeholder in the prompt")
     kinds = dict.fromkeys(item.kind for item in items)
-    return Processed(prompt=expanded, groups=tuple(_group(kind, placed[kind]) for kind in kinds))
+    return Processed(prompt=expanded, groups=tuple(_group(kind, placed[kind], grids=grids) for kind in kinds))
 
 
 def _body(item: Measured, *, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
@@ -95,12 +101,12 @@ def _body(item: Measured, *, anchors: Anchors, encode: Callable[[str], list[int]
     return body
 
 
-def _group(kind: str, placed: Sequence[tuple[Measured, Placeholder]]) -> Group:
+def _group(kind: str, placed: Sequence[tuple[Measured, Placeholder]], *, grids: bool) -> Group:
     return Group(
         kind=kind,
         hashes=tuple(item.digest for item, _span in placed),
         placeholders=tuple(span for _item, span in placed),
-        fields=tuple(_fields(item) for item, _span in placed),
+        fields=tuple(_fields(item) if grids else {} for item, _span in placed),
     )
 
 

@@ -60,7 +60,8 @@ class MediaProcessor:
             items: list[Measured] = []
             for index, (reference, content) in enumerate(zip(references, contents, strict=True)):
                 items.append(await self._measure(index, reference.kind, content))
-            return expand(prompt, items, anchors=self._anchors, encode=self._encode)
+            grids = self._settings.position_grids
+            return expand(prompt, items, anchors=self._anchors, encode=self._encode, grids=grids)
 
     async def _fetch(self, reference: Reference) -> bytes:
         self._counters.media_fetches += 1

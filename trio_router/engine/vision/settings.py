@@ -54,6 +54,9 @@ class MediaSettings:
     """Requests whose media are fetched and processed at one time; as many more may wait."""
     language_model_only: bool = False
     """The model's eyes are left out: it takes no media, though its prompts may have been made with some."""
+    position_grids: bool = True
+    """Whether the model's positions depend on the grids of its media (M-RoPE), as Qwen's do. Without, hashes are all
+    that a decode worker has to be told."""
     identity: bool = True
     """Whether prefill legs return one; without it this is a worker from before there were any."""
 

@@ -18,7 +18,7 @@ from .identity import solicited_identity
 from .items import Processed
 from .references import Reference, read_references
 from .settings import MediaSettings
-from .visuals import Visuals, visuals_of
+from .visuals import Visuals, visuals_of, visuals_of_hashes
 
 Params = Mapping[str, object]
 Warn = Callable[[str], None]
@@ -85,8 +85,11 @@ def sight_of_batches(request: GenerateRequest, *, params: Params | None, setting
     if not settings.sees:
         raise BadRequest("this model takes text only; it has no use for multimodal inputs")
     if not preprocessed:
-        warn("media come as hashes only: positions after them will be those of a prompt in text")
-        return Sight(cache_salt=cache_salt(batches))
+        if settings.position_grids:
+            warn("media come as hashes only: positions after them will be those of a prompt in text")
+            return Sight(cache_salt=cache_salt(batches))
+        hashes = (digest for batch in batches for digest in batch.mm_hashes)
+        return Sight(cache_salt=cache_salt(batches), visuals=visuals_of_hashes(hashes))
     if settings.language_model_only:
         raise BadRequest("this worker serves the language model only; of media it takes hashes at most")
     # Batches without tensors are left out beside others: their hashes vanish, there as here.

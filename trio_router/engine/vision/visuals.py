@@ -7,13 +7,13 @@ depend on every grid before them. So a missing, foreign or misplaced item makes 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
 from ..state import advance
-from .items import Group, Tensor
+from .items import Group, Placeholder, Tensor
 
 _DIGEST_BYTES: Final = 8
 
@@ -43,10 +43,19 @@ def visuals_of(groups: Sequence[Group], *, prompt_length: int, has_pixels: bool)
             places = span.embedded(prompt_length=prompt_length)
             values |= {place: advance(seed, number) for number, place in enumerate(places)}
             end = max(end, *(place + 1 for place in places[-1:]), 0)
-            told = f"{group.kind} {span.offset} {span.length} {places}".encode()
-            everything.update(b"\1".join([item, told]) + b"\2")
+            # Where positions do not depend on media, their places matter through what is seen there and no more.
+            told = f"{group.kind} {span.offset} {span.length} {places}" if fields else ""
+            everything.update(b"\1".join([item, told.encode()]) + b"\2")
     salt = int.from_bytes(everything.digest(), "little")
     return Visuals(values=values, salt=salt, end=end, has_pixels=has_pixels)
+
+
+def visuals_of_hashes(hashes: Iterable[str]) -> Visuals:
+    """What is left of media without grids when only their hashes are told: what later tokens feel of them."""
+    told = tuple(hashes)
+    nowhere = Placeholder(offset=0, length=0)
+    group = Group(kind="image", hashes=told, placeholders=(nowhere,) * len(told))
+    return visuals_of((group,), prompt_length=0, has_pixels=False)
 
 
 def _told(fields: Mapping[str, Tensor]) -> list[bytes]:
