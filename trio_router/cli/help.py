@@ -60,15 +60,16 @@ def _metavar(row: Row) -> str:
 
 
 def _described(row: Row) -> str:
+    text = row.help if row.alias is None else f"{row.help}; {row.alias} is read, too"
     match row.default:
         case None | [] | False:
-            return row.help
+            return text
         case float():
-            return f"{row.help} (default {row.default:g})"
+            return f"{text} (default {row.default:g})"
         case str() if " " in row.default:
-            return f'{row.help} (default "{row.default}")'
+            return f'{text} (default "{row.default}")'
         case _:
-            return f"{row.help} (default {row.default})"
+            return f"{text} (default {row.default})"
 
 
 def _option_help(option: str, text: str, *, width: int) -> Iterator[str]:
