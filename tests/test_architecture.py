@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"media", "observe", "protocol", "rpc", "text"},
     "service": {"dispatch", "fleet", "front", "media", "observe", "rpc", "settings", "text"},
     "testing": {"dispatch", "engine", "fleet", "front", "observe", "policy", "protocol", "rpc", "service", "text"},
-    "demo": {"dispatch", "engine", "fleet", "front", "observe", "rpc", "service", "settings", "text"},
+    "demo": {"dispatch", "engine", "fleet", "front", "media", "observe", "rpc", "service", "settings", "text"},
     "cli": {
         *("config", "demo", "dispatch", "engine", "fleet", "front", "observe", "rows", "rpc", "service", "settings"),
         "text",
@@ -51,7 +51,7 @@ PURE = ["http2", "media", "protocol", "policy", "text"]
 PURE_MODULES = [
     *(
         f"dispatch/{name}.py"
-        for name in ("aggregate", "connectors", "handoff", "identity", "kvparams", "legs", "retry", "timeline")
+        for name in ("aggregate", "connectors", "fanout", "handoff", "identity", "kvparams", "legs", "retry", "timeline")
     ),
     *(f"rpc/{name}.py" for name in ("backoff", "keepalive")),
 ]

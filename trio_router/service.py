@@ -326,6 +326,7 @@ def fleet(router: Router) -> tuple[WorkerState, ...]:
             ready=worker.ready,
             in_flight=worker.in_flight,
             breaker=worker.breaker.state(trio.current_time()).value,
+            tokens_in_flight=worker.tokens_in_flight,
         )
         for worker in router.registry.workers
     )

@@ -63,6 +63,6 @@ def test_the_estimate_counts_what_comes_in_place_of_anchors():
     video = MediaItem(modality=VIDEO, url="http://x", part="")
     audio = MediaItem(modality=Modality.AUDIO, url="http://x", part="")
 
-    assert spec.extra_tokens(MediaPlan()) == 0
-    assert spec.extra_tokens(MediaPlan((image, image, video))) == 2 * 1023 + 2999
-    assert spec.extra_tokens(MediaPlan((audio,))) == 0
+    assert spec.extra_tokens(MediaPlan().counts) == 0
+    assert spec.extra_tokens(MediaPlan((image, image, video)).counts) == 2 * 1023 + 2999
+    assert spec.extra_tokens(MediaPlan((audio,)).counts) == 0

@@ -152,6 +152,19 @@ class TestFallbacks:
             assert alive(cluster)
 
 
+async def test_policies_see_how_long_a_prompt_becomes(autojump_clock):
+    """One anchor stands for a thousand tokens, which is what a worker will be busy with."""
+    async with open_cluster(media=SEES, fetcher=an_origin()) as cluster:
+        plain, media = cluster.request("what is it"), cluster.request("what is it", media=images(A, C))
+        for request, least, most in ((plain, 1, 100), (media, 4000, 4200)):
+            async with cluster.router.generate(request):
+                held = [worker.tokens_in_flight for worker in cluster.router.registry.workers]
+                assert held[0] == 0, "the prefill leg has ended"
+                assert least <= held[1] <= most
+        await trio.sleep(1)
+        assert cluster.leaks() == []
+
+
 class TestWhoIsAsked:
     async def test_decode_workers_for_language_only_are_refused_before_any_prefill(self, autojump_clock):
         origin = an_origin()

@@ -11,12 +11,15 @@ from ..errors import ModelNotFound, RouterError, WorkerBusy, WorkerUnavailable
 from ..fleet.needs import MediaNeeds
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
+from ..media.items import Modality
+from ..media.specs import ModelFacts, spec_for
 from ..observe.hooks import Observer
 from ..policy.retry_budget import RetryBudget
 from .attempt import Attempt
 from .connectors import Connector, connector_of
 from .failures import Verdict, judge, shed
 from .handoff import HandoffBook, OnEmptyPrefill
+from .identity import MediaView
 from .janitor import Janitor
 from .legs import RequestView
 from .live import LiveRequest
@@ -34,10 +37,18 @@ class Wanted:
     """Those it has failed on or that had no room, in order; the request's record shows them."""
     busy: set[str] = field(default_factory=set)
     media: MediaNeeds | None = None
+    tokens: int = 0
+    """About how long its prompt is, its media of usual sizes."""
 
     def __post_init__(self) -> None:
         if self.view.media is not None:
             self.media = MediaNeeds(schemes=self.view.media.schemes)
+
+
+def _expanded(name: str, model_type: str, media: MediaView) -> int:
+    spec = spec_for(ModelFacts(name=name, model_type=model_type))
+    counts = {kind: media.counts.get(int(kind.wire), 0) for kind in Modality}
+    return 0 if spec is None else spec.extra_tokens(counts)
 
 
 class Attempts:
@@ -73,7 +84,12 @@ class Attempts:
         when there is nobody to try.
         """
         failures = 0
-        wanted = Wanted(model=model, view=view, failed=live.timeline.workers_tried)
+        wanted = Wanted(
+            model=model,
+            view=view,
+            failed=live.timeline.workers_tried,
+            tokens=view.prompt_tokens + self._media_tokens(view, model=model),
+        )
         self._budget.note_request()
         while True:
             attempt = live.attempt = self._reserve(live, wanted)
@@ -94,6 +110,14 @@ class Attempts:
             if verdict is Verdict.FAILED:
                 await trio.sleep(backoff(self._retry, failures=failures, chance=self._chance()))
                 wanted.busy.clear()
+
+    def _media_tokens(self, view: RequestView, *, model: str | None) -> int:
+        """How much longer the prompt gets where its media are expanded: it has one anchor for each item."""
+        if view.media is None:
+            return 0
+        serving = (worker.facts for worker in self._registry.workers)
+        facts = next((each for each in serving if each is not None and model in (None, each.model)), None)
+        return 0 if facts is None else _expanded(facts.model, facts.model_info.model_type, view.media)
 
     def _goes_on(
         self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, wanted: Wanted
@@ -144,7 +168,12 @@ class Attempts:
     def _take(self, role: WorkerRole, wanted: Wanted) -> Lease:
         try:
             return self._registry.take(
-                role, model=wanted.model, failed=wanted.failed, busy=wanted.busy, media=wanted.media
+                role,
+                model=wanted.model,
+                failed=wanted.failed,
+                busy=wanted.busy,
+                media=wanted.media,
+                tokens=wanted.tokens,
             )
         except WorkerUnavailable as exc:
             if wanted.busy and exc.retry_after is None:

@@ -68,6 +68,12 @@ def read_media(message: bytes) -> MediaView | None:
     )
 
 
+def count_ids(message: bytes) -> int:
+    """How many prompt ids a request has; those that are not packed, as nobody writes them, are not counted."""
+    # A varint has one byte below 0x80, its last.
+    return sum(len(ids.translate(None, delete=_CONTINUED)) for ids in get_bodies(message, INPUT_IDS))
+
+
 @unique
 class IdentityOutcome(StrEnum):
     """What became of the media of a decode leg; the values are a metric's labels."""

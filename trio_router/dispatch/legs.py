@@ -12,7 +12,7 @@ from typing import Final
 from ..errors import BadRequest
 from ..pieces import Message
 from ..protocol.wire import field_bytes, field_varint, get_string, get_varint, splice
-from .identity import EXTRA_MM_INPUTS, MEDIA_REFS, MM_INPUTS, Edits, MediaView, read_media
+from .identity import EXTRA_MM_INPUTS, MEDIA_REFS, MM_INPUTS, Edits, MediaView, count_ids, read_media
 
 # Field numbers of GenerateRequest and of SamplingParams inside it.
 REQUEST_ID: Final = (1,)
@@ -43,6 +43,8 @@ class RequestView:
     """The data-parallel rank that the client asks for."""
     media: MediaView | None = None
     """What is to be fetched for it."""
+    prompt_tokens: int = 0
+    """Ids in its prompt, with one for each item of media. 0 for a text, which only a worker can count."""
 
     def forget_message(self) -> None:
         """No attempt will follow, and nothing is left to release."""
@@ -59,6 +61,7 @@ def parse_request(message: bytes, *, disaggregated: bool) -> RequestView:
         n=choices(message),
         rank=get_varint(message, RANK),
         media=read_media(message),
+        prompt_tokens=count_ids(message),
     )
     if disaggregated:
         _check_pair(message)

@@ -87,6 +87,7 @@ class Registry:
         failed: Collection[str] = (),
         busy: Collection[str] = (),
         media: MediaNeeds | None = None,
+        tokens: int = 0,
     ) -> Lease:
         """Choose a worker for a leg and reserve a slot on it. Without `model` there must be only one.
 
@@ -94,6 +95,7 @@ class Registry:
         `busy` names those that had no room for it: they are not chosen. Raises WorkerUnavailable when nobody is ready
         who could, ModelNotFound when none of those who are serves `model`, BadRequest when several models are served
         and none is named. `media` is asked last: what it refuses with is told only when nothing else is the matter.
+        `tokens` is about how long the prompt is.
         """
         if model is None:
             self._check_only_model()
@@ -115,11 +117,16 @@ class Registry:
             worker for worker in open_to_it if not worker.breaker.is_to_be_spared(now, trying=worker.trying)
         ] or open_to_it
         candidates = [
-            Candidate(worker=worker.name, load=worker.in_flight, failed_before=worker.name in failed)
+            Candidate(
+                worker=worker.name,
+                load=worker.in_flight,
+                tokens=worker.tokens_in_flight,
+                failed_before=worker.name in failed,
+            )
             for worker in open_to_it
         ]
         chosen = open_to_it[self._policies[role].pick(candidates, retry=bool(busy))]
-        return Lease(chosen, tries=chosen.breaker.state(now) is BreakerState.HALF_OPEN)
+        return Lease(chosen, tries=chosen.breaker.state(now) is BreakerState.HALF_OPEN, tokens=tokens)
 
     def _able(self, role: WorkerRole, ready: list[Worker], *, media: MediaNeeds) -> list[Worker]:
         """Those that take the media of a request."""

@@ -102,6 +102,8 @@ class Worker:
         self.trouble: str | None = None
         """Why the last probe failed, in words for an operator."""
         self.in_flight = 0
+        self.tokens_in_flight = 0
+        """Prompt tokens of its legs, media taken to be of usual sizes."""
         self.trying = 0
         """Of those, how many have been sent to find out whether it is well again, and have not told yet."""
         self.doubted = trio.Event()
@@ -146,16 +148,19 @@ class Worker:
 class Lease:
     """A counted slot on a worker, from selection to the end of the leg. Returned exactly once, by `release`.
 
-    `tries` is set for a leg by which it is found out whether the worker is well again.
+    `tries` is set for a leg by which it is found out whether the worker is well again. `tokens` is about how long its
+    prompt is.
     """
 
-    __slots__ = ("_held", "_tries", "worker")
+    __slots__ = ("_held", "_tokens", "_tries", "worker")
 
-    def __init__(self, worker: Worker, *, tries: bool = False) -> None:
+    def __init__(self, worker: Worker, *, tries: bool = False, tokens: int = 0) -> None:
         self.worker = worker
         self._held = True
         self._tries = tries
+        self._tokens = tokens
         worker.in_flight += 1
+        worker.tokens_in_flight += tokens
         worker.trying += tries
 
     def __repr__(self) -> str:
@@ -173,3 +178,4 @@ class Lease:
         if self._held:
             self._held = False
             self.worker.in_flight -= 1
+            self.worker.tokens_in_flight -= self._tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from .items import MediaPlan, Modality
+from .items import Modality
 
 _NOTHING: Final[frozenset[Modality]] = frozenset()
 
@@ -53,9 +53,9 @@ class ModelSpec:
             or not self.architectures.isdisjoint(facts.architectures)
         )
 
-    def extra_tokens(self, plan: MediaPlan) -> int:
-        """How many tokens longer than with anchors the prompt is likely to be once its items are expanded."""
-        return sum(count * (self.expanded.get(kind, 1) - 1) for kind, count in plan.counts.items())
+    def extra_tokens(self, counts: Mapping[Modality, int]) -> int:
+        """How many tokens longer than with anchors a prompt is likely to be once so many items are expanded."""
+        return sum(count * (self.expanded.get(kind, 1) - 1) for kind, count in counts.items())
 
 
 def spec_for(facts: ModelFacts) -> ModelSpec | None:

@@ -50,6 +50,7 @@ class WorkerState:
     ready: bool
     in_flight: int
     breaker: str = "closed"
+    tokens_in_flight: int = 0
 
 
 class Counts:
@@ -304,15 +305,22 @@ class MetricsCollector(Collector):
 
     def _worker_families(self) -> Iterator[Metric]:
         active = GaugeMetricFamily("smg_worker_requests_active", "Slots in use on a worker", labels=("worker",))
+        tokens = GaugeMetricFamily(
+            "trio_router_worker_prompt_tokens_active",
+            "Prompt tokens of the slots in use on a worker; media are taken to be of usual sizes",
+            labels=("worker",),
+        )
         health = GaugeMetricFamily("smg_worker_health", "1 while a worker gets requests, else 0", labels=("worker",))
         breaker = GaugeMetricFamily(
             "smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half open", labels=("worker",)
         )
         for worker in self._metrics.fleet():
             active.add_metric((worker.name,), worker.in_flight)
+            tokens.add_metric((worker.name,), worker.tokens_in_flight)
             health.add_metric((worker.name,), int(worker.ready))
             breaker.add_metric((worker.name,), _BREAKER_VALUES.get(worker.breaker, 0))
         yield active
+        yield tokens
         yield health
         yield breaker
         yield _counter(

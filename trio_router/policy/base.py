@@ -9,10 +9,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A worker as a policy sees it. `load` counts the requests in flight through this router."""
+    """A worker as a policy sees it. `load` counts the requests in flight through this router, `tokens` those of their
+    prompts (estimated where media stand in them).
+    """
 
     worker: str
     load: int
+    tokens: int = 0
     failed_before: bool = False
 
 

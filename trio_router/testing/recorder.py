@@ -77,6 +77,7 @@ def router_leaks(router: Router) -> dict[str, int]:
     held = {"requests in flight": router.in_flight, "janitor jobs": router.janitor.jobs}
     for worker in router.registry.workers:
         held |= {f"leases on {worker.name}": worker.in_flight, f"tries on {worker.name}": worker.trying}
+        held |= {f"prompt tokens on {worker.name}": worker.tokens_in_flight}
     return held
 
 
