@@ -51,7 +51,9 @@ PURE = ["http2", "media", "protocol", "policy", "text"]
 PURE_MODULES = [
     *(
         f"dispatch/{name}.py"
-        for name in ("aggregate", "connectors", "fanout", "handoff", "identity", "kvparams", "legs", "retry", "timeline")
+        for name in (
+            *("aggregate", "connectors", "fanout", "handoff", "identity", "kvparams", "legs", "retry", "timeline"),
+        )
     ),
     *(f"rpc/{name}.py" for name in ("backoff", "keepalive")),
 ]
