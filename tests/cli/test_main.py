@@ -82,6 +82,9 @@ class TestComplaints:
             (["worker", "--host", "no..name"], "port: cannot listen on no..name:50051: "),
             (["demo", "--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not a text in UTF-8, not empty"),
             (["worker", "--role", "both"], "--role: 'both' is not one of prefill, decode, plain"),
+            (["demo", "--image", "/no/such.png"], "--image: /no/such.png: No such file or directory"),
+            (["demo", "--image", "ftp://x/y.png"], "--image: ftp: URLs are not taken; give a file, an http or https"),
+            (["demo", "--image"], "--image: expected one argument"),
             (["demo", "--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
         ],
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from trio_router.demo.story import Story, Timings, WorkerTally, picture, problems_of
+from trio_router.demo.story import SeenImage, Story, Timings, WorkerTally, picture, problems_of
 
 IDLE = WorkerTally(
     name="prefill-2",
@@ -42,6 +43,15 @@ STORY = Story(
     ),
     workers=[replace(IDLE, name="prefill-1", generates=1, computed_prompt_tokens=18), IDLE],
 )
+SEEN = SeenImage(
+    source="sample",
+    width=640,
+    height=480,
+    fetched={"prefill-1": 1, "decode-1": 0},
+    processed={"prefill-1": 1, "decode-1": 0},
+    identity=["applied"],
+)
+WITH_PICTURE = replace(STORY, image=SEEN)
 
 
 class TestProblems:
@@ -72,6 +82,33 @@ class TestProblems:
     def test_each_thing_that_is_off_is_one(self, change, problem):
         assert problems_of(replace(STORY, **change)) == [problem]
 
+    def test_a_picture_that_was_seen_once_is_none(self):
+        assert problems_of(WITH_PICTURE) == []
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            ({"fetched": {"prefill-1": 2}}, "the picture was fetched twice on prefill-1"),
+            ({"fetched": {"prefill-1": 0}}, "the picture was fetched nowhere"),
+            ({"processed": {}}, "the picture was processed nowhere"),
+            ({"processed": {"decode-1": 1}}, "the picture was processed once on decode-1"),
+            (
+                {"processed": {"prefill-1": 1, "decode-1": 3}},
+                "the picture was processed once on prefill-1 and 3 times on decode-1",
+            ),
+            ({"identity": ["invalid"]}, "the picture's identity was judged as ['invalid']"),
+            ({"identity": []}, "the picture's identity was judged as []"),
+        ],
+    )
+    def test_each_thing_that_is_off_with_a_picture_is_one(self, change, problem):
+        assert problems_of(replace(WITH_PICTURE, image=replace(SEEN, **change))) == [problem]
+
+
+class TestJson:
+    def test_without_a_picture_nothing_is_said_of_one(self):
+        assert "image" not in msgspec.to_builtins(STORY)
+        assert msgspec.to_builtins(WITH_PICTURE)["image"]["processed"] == {"prefill-1": 1, "decode-1": 0}
+
 
 class TestPicture:
     def test_bars_follow_one_another_and_are_as_long_as_their_time(self):
@@ -97,6 +134,7 @@ class TestPicture:
 
     def test_plain_is_ascii(self):
         assert picture(STORY, plain=True).isascii()
+        assert picture(WITH_PICTURE, plain=True).isascii()
         assert not picture(STORY).isascii()
 
     def test_a_failed_chat_tells_what_is_wrong_and_has_no_bars(self):
@@ -105,3 +143,24 @@ class TestPicture:
         )
         assert "This is not as it should be:\n  - no token came\n  - 1 handoffs are still held" in shown
         assert "went" not in shown.split("what the workers counted", maxsplit=1)[0]
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ({}, "one 640x480 image, processed once on prefill-1, identity relayed"),
+            (
+                {"processed": {"prefill-1": 1, "decode-1": 1}, "identity": ["missing"]},
+                "one 640x480 image, processed once on prefill-1 and once on decode-1, identity not relayed (missing)",
+            ),
+            (
+                {"width": None, "height": None, "processed": {}, "identity": []},
+                "one image, processed nowhere, identity not relayed (no decode leg)",
+            ),
+        ],
+    )
+    def test_it_says_in_a_line_what_the_workers_saw(self, change, told):
+        shown = picture(replace(STORY, image=replace(SEEN, **change)), plain=True)
+        assert f"what the workers saw\n\n  {told}\n" in shown
+
+    def test_of_a_chat_without_a_picture_it_says_nothing_of_the_kind(self):
+        assert "saw" not in picture(STORY)

@@ -95,6 +95,7 @@ COMMANDS: Final = (
             trio-router demo
             trio-router demo --once --prompt "Tell me about the sea." --max-tokens 60
             trio-router demo --connector mooncake
+            trio-router demo --image sample
             trio-router demo --once --json""",
         sections=DEMO_SECTIONS,
         run=_demo,

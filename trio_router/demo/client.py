@@ -45,9 +45,9 @@ async def stream_chat(
 
 
 async def _send(transport: Transport, data: bytes) -> None:
-    sent = 0
+    sent, view = 0, memoryview(data)  # a picture's rest must not be copied for every write
     while sent < len(data):
-        count = transport.send_nowait(data[sent:])
+        count = transport.send_nowait(view[sent:])
         if not count:
             await transport.wait_writable()
         sent += count

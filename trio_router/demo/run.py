@@ -9,16 +9,19 @@ from typing import Any, Final, TextIO
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from ..engine.settings import Connector
 from ..engine.worker import Worker
 from ..errors import RouterError
+from ..media.hosts import REFUSED
 from ..observe.hooks import Outcome, RequestRecord
 from ..rpc.transport import dial_tcp
 from ..scopes import plain_errors
 from .client import stream_chat
-from .fleet import Fleet, open_fleet
-from .story import Story, Timings, WorkerTally, picture, problems_of
+from .fleet import Eyes, Fleet, open_fleet
+from .pictures import PUBLIC_ONLY, SAMPLE, Picture
+from .story import SeenImage, Story, Timings, WorkerTally, picture, problems_of
 
 CHAT_TIMEOUT: Final = 60.0
 """Seconds for the whole chat, which takes about one."""
@@ -29,17 +32,35 @@ INTERRUPTED: Final = 130
 _POLL: Final = 0.01
 _WIDTH: Final = 90
 _INDENT: Final = 9
+_LONGEST_SOURCE: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What to ask, of workers with which connector, and whether to go on serving afterwards."""
+    """What to ask, of workers with which connector, and whether to go on serving afterwards.
+
+    With an image the workers are such that see. `allow_private_hosts`: it may be on a host that is not public.
+    """
 
     prompt: str
     max_tokens: int
     connector: Connector = Connector.NIXL
+    image: Picture | None = None
+    allow_private_hosts: bool = False
     once: bool
     json: bool
+
+    @property
+    def eyes(self) -> Eyes | None:
+        """What the workers need for it."""
+        return None if self.image is None else Eyes(allow_private_hosts=self.allow_private_hosts)
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The user's message."""
+        if self.image is None:
+            return self.prompt
+        return [{"type": "image_url", "image_url": {"url": self.image.url}}, {"type": "text", "text": self.prompt}]
 
 
 async def demo(settings: DemoSettings, *, say: Callable[[str], None], out: TextIO) -> int:
@@ -48,7 +69,7 @@ async def demo(settings: DemoSettings, *, say: Callable[[str], None], out: TextI
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, plain_errors():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_at_signal, signals, nursery.cancel_scope)
-            async with open_fleet(connector=settings.connector) as fleet:
+            async with open_fleet(connector=settings.connector, eyes=settings.eyes) as fleet:
                 story = await _chat(fleet, settings=settings, out=out)
                 status = 0 if story.ok else 1
                 _tell(story, settings=settings, say=say, plain=not _can_draw(out))
@@ -67,11 +88,11 @@ async def _end_at_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -
 async def _chat(fleet: Fleet, *, settings: DemoSettings, out: TextIO) -> Story:
     """Ask, print the answer as it comes, wait until the fleet is quiet, and gather the facts."""
     answer = Answer(out=None if settings.json else out)
-    answer.begin(settings.prompt)
+    answer.begin(settings.prompt if settings.image is None else f"[{_named(settings.image)}] {settings.prompt}")
     failure: str | None = None
     request = {
         "model": fleet.service.router.models()[0],
-        "messages": [{"role": "user", "content": settings.prompt}],
+        "messages": [{"role": "user", "content": settings.content}],
         "max_tokens": settings.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -80,12 +101,20 @@ async def _chat(fleet: Fleet, *, settings: DemoSettings, out: TextIO) -> Story:
         try:
             await stream_chat(fleet.service.addresses.http, request, dialer=dial_tcp, on_event=answer.take)
         except RouterError as exc:
-            failure = exc.message
+            failure = PUBLIC_ONLY if settings.image and REFUSED in exc.message else exc.message
     if scope.cancelled_caught:
         failure = f"no complete answer within {CHAT_TIMEOUT:g} s"
     answer.end()
     await _settle(fleet)
     return _story(fleet, settings=settings, answer=answer, failure=failure)
+
+
+def _named(image: Picture) -> str:
+    if image.source == SAMPLE:
+        return "a sample picture"
+    # The end of a path says more than its beginning.
+    cut = len(image.source) > _LONGEST_SOURCE
+    return f"...{image.source[3 - _LONGEST_SOURCE :]}" if cut else image.source
 
 
 async def _settle(fleet: Fleet) -> None:
@@ -174,10 +203,23 @@ def _story(fleet: Fleet, *, settings: DemoSettings, answer: Answer, failure: str
         requests_in_flight=fleet.service.router.in_flight,
         timings_ms=_timings(record, tokens=answer.tokens) if record else None,
         workers=tallies,
+        image=UNSET if settings.image is None else _seen(fleet, source=settings.image.source),
     )
     problems = [failure] if failure else []
     problems += problems_of(story)
     return msgspec.structs.replace(story, ok=not problems, problems=problems)
+
+
+def _seen(fleet: Fleet, *, source: str) -> SeenImage:
+    width, height = next(iter(fleet.witness.sizes), (None, None))
+    return SeenImage(
+        source=source,
+        width=width,
+        height=height,
+        fetched={worker.settings.name: worker.counters.media_fetches for worker in fleet.workers},
+        processed={worker.settings.name: worker.counters.media_items_processed for worker in fleet.workers},
+        identity=list(fleet.witness.identities),
+    )
 
 
 def _tally(worker: Worker) -> WorkerTally:
@@ -225,7 +267,7 @@ def _tell(story: Story, *, settings: DemoSettings, say: Callable[[str], None], p
 
 def _can_draw(out: TextIO) -> bool:
     try:
-        "█→".encode(out.encoding or "ascii")
+        "█→\N{MULTIPLICATION SIGN}".encode(out.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 _BAR: Final = 30
 _EIGHTHS: Final = "▏▎▍▌▋▊▉█"
+_BY: Final = "\N{MULTIPLICATION SIGN}"
 
 
 class WorkerTally(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +41,23 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     total: float
 
 
+class SeenImage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers made of the picture in the chat; the counts are by worker.
+
+    `source` is what `--image` was given. Without a size, no worker has got hold of it. `identity`: what became, on each
+    decode leg, of what the prefill worker told of the picture (`Observer.media_judged`).
+    """
+
+    source: str
+    width: int | None
+    height: int | None
+    fetched: dict[str, int]
+    processed: dict[str, int]
+    identity: list[str]
+
+
 class Story(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `--json` prints."""
+    """Everything that `--json` prints. `image` is there if the chat had one."""
 
     ok: bool
     problems: list[str]
@@ -60,6 +77,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     requests_in_flight: int
     timings_ms: Timings | None
     workers: list[WorkerTally]
+    image: SeenImage | UnsetType = UNSET
 
 
 def problems_of(story: Story) -> list[str]:
@@ -79,7 +97,32 @@ def problems_of(story: Story) -> list[str]:
         f"the handoff ended as {story.handoffs}": story.handoffs == ["consumed"],
         f"{story.requests_in_flight} requests are still in flight": story.requests_in_flight == 0,
     }
+    if isinstance(story.image, SeenImage):
+        checks |= _picture_checks(story.image, prefill_worker=story.prefill_worker)
     return [problem for problem, fine in checks.items() if not fine]
+
+
+def _picture_checks(image: SeenImage, *, prefill_worker: str | None) -> dict[str, bool]:
+    once = {prefill_worker: 1}
+    return {
+        f"the picture was fetched {_places(image.fetched)}": _where(image.fetched) == once,
+        f"the picture was processed {_places(image.processed)}": _where(image.processed) == once,
+        f"the picture's identity was judged as {image.identity}": image.identity == ["applied"],
+    }
+
+
+def _where(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}
+
+
+def _places(counts: Mapping[str, int]) -> str:
+    """Like: once on prefill-1."""
+    places = [f"{_times(count)} on {name}" for name, count in _where(counts).items()]
+    return " and ".join(places) or "nowhere"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def picture(story: Story, *, plain: bool = False) -> str:
@@ -87,15 +130,26 @@ def picture(story: Story, *, plain: bool = False) -> str:
     lines: list[str] = []
     if story.timings_ms is not None:
         lines += [f"where {_time(story.timings_ms.total)} went", "", *_bars(story, story.timings_ms, plain=plain)]
+    if isinstance(story.image, SeenImage):
+        lines += ["", "what the workers saw", "", f"  {_sight(story.image, plain=plain)}"]
     lines += ["", "what the workers counted", "", *_tallies(story), ""]
     if story.ok:
         lines += [
             "Each prompt token was computed once; its KV state went straight from the one worker to",
             "the other, which freed it at the first: nothing is held any more.",
         ]
+        if isinstance(story.image, SeenImage):
+            lines += ["The toy model's words depend on the picture, but do not describe it."]
     else:
         lines += ["This is not as it should be:", *(f"  - {problem}" for problem in story.problems)]
     return "\n".join(lines)
+
+
+def _sight(image: SeenImage, *, plain: bool) -> str:
+    size = f" {image.width}{'x' if plain else _BY}{image.height}" if image.width else ""
+    fate = ", ".join(image.identity) or "no decode leg"
+    relayed = "relayed" if image.identity == ["applied"] else f"not relayed ({fate})"
+    return f"one{size} image, processed {_places(image.processed)}, identity {relayed}"
 
 
 def _bars(story: Story, times: Timings, *, plain: bool) -> Iterator[str]:
