@@ -56,6 +56,10 @@ PURE_MODULES = [
         )
     ),
     *(f"rpc/{name}.py" for name in ("backoff", "keepalive")),
+    *(
+        f"engine/vision/{name}.py"
+        for name in ("batches", "expansion", "grid", "identity", "items", "references", "sight", "visuals")
+    ),
 ]
 IMPURE_IMPORTS = {"trio", "socket", "time", "random", "logging", "asyncio", "threading"}
 
