@@ -107,6 +107,8 @@ class Servicer:
         request = decode(GenerateRequest, data)
         _log.info("%s", log_line(request))
         replies, sequences = await self._take(request, call=call)
+        # With media in it a request is megabytes, and a stream may be long.
+        del data, request
         try:
             await replies.done.wait()
         finally:
