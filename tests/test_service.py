@@ -41,7 +41,15 @@ from trio_router.protocol.messages import (
 )
 from trio_router.rpc.channel import open_channel
 from trio_router.rpc.memory import MemoryNetwork
-from trio_router.service import LAST_WORDS, Service, context_length, media_facts, open_service, sampling_defaults
+from trio_router.service import (
+    LAST_WORDS,
+    Service,
+    context_length,
+    media_facts,
+    model_facts,
+    open_service,
+    sampling_defaults,
+)
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
 from trio_router.text.bundle import BadBundle
 
@@ -306,11 +314,10 @@ class TestMediaFacts:
         router = self.router(
             self.worker(role=WorkerRole.PREFILL, **said), self.worker(), self.worker("other", mm_processor="smg")
         )
-        found = media_facts(router, "tiny")
-        assert found.model == ModelFacts(
+        assert model_facts(router, "tiny") == ModelFacts(
             name="tiny", model_type="qwen3_vl", architectures=("Qwen3VLForConditionalGeneration",)
         )
-        assert found.workers == (
+        assert media_facts(router, "tiny") == (
             WorkerMedia(
                 mm_processor="inprocess",
                 schemes=frozenset({"https", "data"}),
@@ -321,8 +328,8 @@ class TestMediaFacts:
         )
 
     def test_a_model_that_nobody_serves_has_a_name_and_no_workers(self):
-        found = media_facts(self.router(self.worker("other")), "tiny")
-        assert (found.model, found.workers) == (ModelFacts(name="tiny"), ())
+        router = self.router(self.worker("other"))
+        assert (model_facts(router, "tiny"), media_facts(router, "tiny")) == (ModelFacts(name="tiny"), ())
 
     async def test_a_picture_for_workers_without_eyes_is_refused_and_counted(self, network, autojump_clock):
         async with running(network) as process:

@@ -24,10 +24,10 @@ from .fleet.client import WorkerFacts
 from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
-from .front.media import MediaDesk, system_addresses
+from .front.media import AddressesOf, MediaDesk, system_addresses
 from .front.references import ReferenceDesk
-from .front.seams import ModelMedia, Readiness
-from .front.settings import FrontSettings
+from .front.seams import Readiness
+from .front.settings import FrontSettings, MediaSettings
 from .front.texts import BundleText, LoadedText, prepare
 from .media.gate import parse_schemes
 from .media.mode import WorkerMedia
@@ -184,8 +184,8 @@ async def open_service(
         async with open_router(settings.router, dialer=dialer, observer=told) as router:
             metrics.workers = lambda: fleet(router)
             texts = own.loaded or BundleText(router, offload=offload, clock=datetime.now, adapt=own.adapt)
-            desk = MediaDesk(
-                lambda model: media_facts(router, model),
+            desk = media_desk(
+                router,
                 settings=settings.front.media,
                 observer=told,
                 addresses=partial(system_addresses, offload=names),
@@ -349,22 +349,38 @@ def context_length(router: Router, model: str) -> int | None:
     return max((each.model_info.max_context_length for each in facts if each.model == model), default=0) or None
 
 
-def media_facts(router: Router, model: str) -> ModelMedia:
-    """What the workers that serve the model say of it and of media, ready or not."""
-    known = [
-        (worker.spec.role.value, worker.facts)
+def media_desk(
+    router: Router,
+    *,
+    settings: MediaSettings | None = None,
+    observer: Observer | None = None,
+    addresses: AddressesOf = system_addresses,
+) -> MediaDesk:
+    """A desk that admits media to the router's fleet."""
+    return MediaDesk(
+        partial(model_facts, router),
+        partial(media_facts, router),
+        settings=settings,
+        observer=observer,
+        addresses=addresses,
+    )
+
+
+def model_facts(router: Router, model: str) -> ModelFacts:
+    """What the first worker that serves the model says of it."""
+    facts = (worker.facts for worker in router.registry.workers)
+    info = next((each.model_info for each in facts if each is not None and each.model == model), None)
+    if info is None:
+        return ModelFacts(name=model)
+    return ModelFacts(name=model, model_type=info.model_type, architectures=tuple(info.architectures))
+
+
+def media_facts(router: Router, model: str) -> tuple[WorkerMedia, ...]:
+    """What every worker that serves the model says of media, ready or not."""
+    return tuple(
+        _worker_media(worker.facts, leg=worker.spec.role.value)
         for worker in router.registry.workers
         if worker.facts is not None and worker.facts.model == model
-    ]
-    # Any of them: they would not share handoffs if they served different models under one name.
-    info = known[0][1].model_info if known else None
-    return ModelMedia(
-        model=ModelFacts(
-            name=model,
-            model_type=info.model_type if info else "",
-            architectures=tuple(info.architectures) if info else (),
-        ),
-        workers=tuple(_worker_media(facts, leg=leg) for leg, facts in known),
     )
 
 

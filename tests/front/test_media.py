@@ -10,7 +10,6 @@ import trio
 
 from trio_router.errors import BadRequest, RouterError, TooLarge, Unsupported
 from trio_router.front.media import MediaDesk, system_addresses
-from trio_router.front.seams import ModelMedia
 from trio_router.front.settings import MediaSettings
 from trio_router.media.gate import MediaPolicy
 from trio_router.media.items import MediaItem, MediaPlan, Modality
@@ -57,7 +56,8 @@ def desk(
     *workers: WorkerMedia, model: ModelFacts = QWEN3, names: Names | None = None, told: Told | None = None, **settings
 ) -> MediaDesk:
     return MediaDesk(
-        lambda name: ModelMedia(model=model, workers=workers or (ABLE,)),
+        lambda name: model,
+        lambda name: workers or (ABLE,),
         settings=MediaSettings(**settings),
         observer=told,
         addresses=names or Names(),
@@ -105,7 +105,7 @@ class TestWhoProcesses:
 
     async def test_the_fleet_is_asked_anew_for_each_request(self):
         fleet = [ABLE]
-        made = MediaDesk(lambda name: ModelMedia(model=QWEN3, workers=tuple(fleet)))
+        made = MediaDesk(lambda name: QWEN3, lambda name: tuple(fleet))
         await made.admit(PUBLIC, model="mine")
         fleet.append(WorkerMedia())
         assert (await refusal(made, PUBLIC)).error_code == "multimodal_router_processing_unavailable"

@@ -14,7 +14,6 @@ from trio_router.errors import BadRequest, WorkerUnavailable
 from trio_router.front.grpc import GENERATE, grpc_server
 from trio_router.front.media import MediaDesk
 from trio_router.front.references import ReferenceDesk, references_of
-from trio_router.front.seams import ModelMedia
 from trio_router.front.texts import LoadedText
 from trio_router.media.items import Modality
 from trio_router.media.mode import WorkerMedia
@@ -24,7 +23,7 @@ from trio_router.protocol.codec import encode
 from trio_router.protocol.messages import GenerateRequest, MediaRef, MediaRefs, TokenizedInput, VllmEngineStub
 from trio_router.rpc.channel import Channel, open_channel
 from trio_router.rpc.metadata import RpcError
-from trio_router.service import media_facts
+from trio_router.service import media_desk
 from trio_router.testing.cluster import open_cluster
 from trio_router.testing.origin import Origin, picture, reference
 from trio_router.testing.scripted import ScriptedWorker, answer, open_scene, plain_worker
@@ -63,7 +62,8 @@ async def fronted(*, processor: str = "inprocess") -> AsyncIterator[tuple[Script
     refused = Refused()
     worker = WorkerMedia(mm_processor=processor)
     desk = MediaDesk(
-        lambda name: ModelMedia(model=ModelFacts(name=name, model_type="qwen3_vl"), workers=(worker,)),
+        lambda name: ModelFacts(name=name, model_type="qwen3_vl"),
+        lambda name: (worker,),
         observer=refused,
     )
     plain = plain_worker(answer)
@@ -150,7 +150,7 @@ async def test_what_may_be_forwarded_is_answered_as_ever(autojump_clock):
         open_cluster(media=sees, fetcher=Origin({PUBLIC: picture("red")})) as cluster,
         trio.open_nursery() as nursery,
     ):
-        desk = MediaDesk(lambda model: media_facts(cluster.router, model))
+        desk = media_desk(cluster.router)
         media = ReferenceDesk(cluster.router, media=desk, texts=LoadedText(cluster.model.tokenizer))
         await nursery.start(grpc_server(cluster.router, media=media).serve, cluster.network.listen("front:1"))
         async with open_channel("front:1", dialer=cluster.network.dial) as channel:

@@ -14,16 +14,16 @@ import trio
 from ..media.gate import Unresolved, check_plan
 from ..media.hosts import check_addresses, unresolved_host
 from ..media.items import MediaPlan
-from ..media.mode import Side, resolve, unavailable
+from ..media.mode import Side, WorkerMedia, resolve, unavailable
 from ..media.specs import ModelFacts, ModelSpec, spec_for
 from ..observe.hooks import Observer
 from ..offload import Offload
 from ..rpc.resolve import resolve as resolve_host
 from ..rpc.resolve import resolver_threads
-from .seams import MediaFacts, ModelMedia
+from .seams import MediaFacts, ModelFactsOf
 from .settings import MediaSettings
 
-Addresses = Callable[[str], Awaitable[Sequence[str]]]
+AddressesOf = Callable[[str], Awaitable[Sequence[str]]]
 """For a host name: its addresses as text, none when it has none."""
 
 
@@ -35,23 +35,30 @@ async def system_addresses(host: str, *, offload: Offload = resolver_threads) ->
         return []
 
 
-def no_media(model: str) -> ModelMedia:
-    """For routers that know nothing of media."""
-    return ModelMedia(model=ModelFacts(name=model))
+def only_its_name(model: str) -> ModelFacts:
+    """For models whose workers are not asked."""
+    return ModelFacts(name=model)
+
+
+def no_workers(model: str) -> tuple[WorkerMedia, ...]:
+    """For fleets that know nothing of media."""
+    return ()
 
 
 class MediaDesk:
-    """Admits media to one fleet. `facts` are asked anew for each request: what a worker can process changes."""
+    """Admits media to one fleet, whose facts are asked for anew by each request: what a worker can process changes."""
 
     def __init__(
         self,
-        facts: MediaFacts = no_media,
+        model_facts: ModelFactsOf = only_its_name,
+        media_facts: MediaFacts = no_workers,
         *,
         settings: MediaSettings | None = None,
         observer: Observer | None = None,
-        addresses: Addresses = system_addresses,
+        addresses: AddressesOf = system_addresses,
     ) -> None:
-        self._facts = facts
+        self._model_facts = model_facts
+        self._media_facts = media_facts
         self._settings = settings or MediaSettings()
         self._observer = observer or Observer()
         self._addresses = addresses
@@ -61,20 +68,20 @@ class MediaDesk:
 
     def spec(self, model: str) -> ModelSpec | None:
         """What is known of the model's family; None for a model of text."""
-        return spec_for(self._facts(model).model)
+        return spec_for(self._model_facts(model))
 
     async def admit(self, plan: MediaPlan, *, model: str) -> None:
         """Return when the plan may be forwarded to the workers of the model.
 
         Raises BadRequest and TooLarge for what may not, Unsupported for what this router would have to process.
         """
-        known = self._facts(model)
-        spec = spec_for(known.model)
-        found = resolve(plan, spec=spec, workers=known.workers, mode=self._settings.mode)
+        spec = self.spec(model)
+        workers = self._media_facts(model)
+        found = resolve(plan, spec=spec, workers=workers, mode=self._settings.mode)
         self._observer.media_resolved(model=model, mode=found.side.value, reason=found.reason.value)
         if found.side is Side.ROUTER or spec is None:
             raise unavailable(plan, reason=found.reason)
-        names = check_plan(plan, spec=spec, workers=known.workers, policy=self._settings.policy)
+        names = check_plan(plan, spec=spec, workers=workers, policy=self._settings.policy)
         if names:
             await self._check_names(names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..media.mode import WorkerMedia
@@ -69,17 +69,11 @@ class Readiness:
     total_workers: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMedia:
-    """What the fleet says of a model and of media: every registered worker of the model, whether it is ready or not."""
-
-    model: ModelFacts
-    workers: tuple[WorkerMedia, ...] = field(default=())
-
-
 ContextLength = Callable[[str], int | None]
 """For a model: how many tokens of prompt and answer its context holds. None: not known."""
 SamplingDefaults = Callable[[str], Mapping[str, float]]
 """For a model: what its maker recommends for temperature, top_p, top_k, min_p and repetition_penalty."""
-MediaFacts = Callable[[str], ModelMedia]
-"""For a model: what is known of it that media depend on."""
+ModelFactsOf = Callable[[str], ModelFacts]
+"""For a model: what its workers say of it."""
+MediaFacts = Callable[[str], tuple[WorkerMedia, ...]]
+"""For a model: what every registered worker of it says of media, whether it is ready or not."""

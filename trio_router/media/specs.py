@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -58,6 +59,7 @@ class ModelSpec:
         return sum(count * (self.expanded.get(kind, 1) - 1) for kind, count in counts.items())
 
 
+@lru_cache(maxsize=256)
 def spec_for(facts: ModelFacts) -> ModelSpec | None:
     """The first family in the table that a model belongs to; None for a model of text, or one that is not known."""
     return next((spec for spec in SPECS if spec.matches(facts)), None)

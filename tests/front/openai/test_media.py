@@ -13,7 +13,6 @@ import trio
 import trio_router.engine.assets
 from trio_router.front.media import MediaDesk
 from trio_router.front.openai.schema import ChatRequest
-from trio_router.front.seams import ModelMedia
 from trio_router.front.settings import MediaSettings
 from trio_router.front.wire import HttpRequest
 from trio_router.media.gate import MediaPolicy
@@ -56,7 +55,8 @@ async def no_addresses(host: str) -> list[str]:
 
 def desk(*workers: WorkerMedia, **settings) -> MediaDesk:
     return MediaDesk(
-        lambda name: ModelMedia(model=ModelFacts(name=name, model_type="qwen3_vl"), workers=workers or WORKERS),
+        lambda name: ModelFacts(name=name, model_type="qwen3_vl"),
+        lambda name: workers or WORKERS,
         settings=MediaSettings(**settings),
         addresses=no_addresses,
     )

@@ -7,10 +7,9 @@ import base64
 import pytest
 
 from trio_router.engine.vision.settings import MediaSettings as WorkerMediaSettings
-from trio_router.front.media import MediaDesk
 from trio_router.front.settings import MediaSettings
 from trio_router.media.mode import ProcessingMode
-from trio_router.service import media_facts
+from trio_router.service import media_desk
 from trio_router.testing.cluster import Cluster, open_cluster
 from trio_router.testing.origin import Origin, film, picture
 
@@ -44,7 +43,7 @@ def front(serve):
     """An HTTP client of a cluster: `client = await front(cluster)`."""
 
     async def connect(cluster: Cluster, **media):
-        desk = MediaDesk(lambda model: media_facts(cluster.router, model), settings=MediaSettings(**media))
+        desk = media_desk(cluster.router, settings=MediaSettings(**media))
         return await (await serve(cluster.router, media=desk, texts=cluster.model.tokenizer)).connect()
 
     return connect
