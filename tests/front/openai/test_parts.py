@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from trio_router.errors import BadRequest
-from trio_router.front.openai.parts import media_plan, template_part
+from trio_router.front.openai.parts import MAX_ITEMS, media_plan, template_part
 from trio_router.front.openai.schema import ChatRequest, parse
 from trio_router.media.items import Form, MediaPlan, Modality, Obstacle
 
@@ -47,6 +47,15 @@ def test_the_plan_is_in_the_order_of_messages_and_their_parts():
         (Modality.IMAGE, "http://x/2", "messages[1].content[3].image_url"),
         (Modality.IMAGE, "http://x/3", "messages[2].content[0].image_url"),
     ]
+
+
+def test_no_more_are_looked_at_than_any_model_could_take():
+    image = {"type": "image_url", "image_url": URL}
+    assert len(plan_of(*[image] * MAX_ITEMS)) == MAX_ITEMS
+    with pytest.raises(BadRequest, match="more than 1024 items") as caught:
+        plan_of(*[image] * (MAX_ITEMS + 1), {"type": "never looked at"})
+    assert caught.value.error_code == "invalid_multimodal_request"
+    assert caught.value.message.startswith("messages[0].content[1024].image_url: ")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ A part becomes an item of the media plan, and a part for a chat template. It mus
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -16,6 +17,9 @@ from .schema import ChatRequest, ContentPart, MediaUrl
 _URLS: Final = MappingProxyType({"image_url": Modality.IMAGE, "video_url": Modality.VIDEO, "audio_url": Modality.AUDIO})
 _EMBEDDINGS: Final = MappingProxyType({"image_embeds": Modality.IMAGE, "audio_embeds": Modality.AUDIO})
 _AUDIO: Final = "input_audio"
+MAX_ITEMS: Final = 1024
+"""Of one request: no model takes so many, and looking at a third of a million, which a body has room for, would keep
+everybody waiting for a second."""
 _HINTS: Final = ("max_long_side_pixel", "fps")
 
 
@@ -26,9 +30,15 @@ def part_place(message: int, part: int) -> str:
 
 def media_plan(request: ChatRequest) -> MediaPlan:
     """All media of a conversation, in the order of its messages and their parts. Raises BadRequest for a part that is
-    incomplete, or none that is known.
+    incomplete, or none that is known, and for more items than are looked at.
     """
-    return MediaPlan(tuple(_items(request)))
+    items = tuple(islice(_items(request), MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise BadRequest(
+            f"{items[-1].part}: the request has more than {MAX_ITEMS} items that are not text",
+            code="invalid_multimodal_request",
+        )
+    return MediaPlan(items)
 
 
 def _items(request: ChatRequest) -> Iterator[MediaItem]:
