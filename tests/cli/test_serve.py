@@ -32,6 +32,7 @@ def worker(role: WorkerRole, name: str) -> Any:
         facts=None,
         ready=False,
         in_flight=0,
+        tokens_in_flight=0,
         trouble=None,
         breaker=Breaker(BreakerSettings()),
     )
