@@ -193,6 +193,13 @@ class TestRedirects:
             with pytest.raises(BadRequest, match="malformed URL"):
                 await web.get("http://a/", max_bytes=10)
 
+    @pytest.mark.parametrize("location", ["http://[bad", "http://[::1/x", "//[v1.a/", "http://b:port/"])
+    async def test_one_to_nowhere_that_can_be_parsed_is_nobodys_bug(self, open_site, location):
+        async with open_site() as (site, web):
+            site.serve("a:80", answer("302 Found", location=location))
+            with pytest.raises(BadRequest, match="malformed URL"):
+                await web.get("http://a/", max_bytes=10)
+
 
 class TestFailures:
     @pytest.mark.parametrize("status", ["400 Bad", "401 No", "403 No", "404 Not Found", "410 Gone", "304 Same"])
@@ -217,6 +224,18 @@ class TestFailures:
             site.serve("o:80", reply)
             with pytest.raises(MediaUnavailable, match="the origin"):
                 await web.get("http://o/", max_bytes=10)
+
+    @pytest.mark.parametrize(
+        "reply",
+        [b"hunter2 is my password\r\n\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nhunter2\r\n"],
+        ids=["status line", "chunk"],
+    )
+    async def test_what_something_else_says_is_not_passed_on(self, open_site, reply):
+        async with open_site() as (site, web):
+            site.serve("o:80", reply)
+            with pytest.raises(MediaUnavailable, match="does not answer in HTTP") as caught:
+                await web.get("http://o/", max_bytes=10)
+            assert "hunter2" not in caught.value.message
 
     async def test_an_origin_that_is_not_there(self, open_site):
         async with open_site() as (_site, web):

@@ -61,7 +61,10 @@ class Web:
             answer = await self._ask(target, max_bytes=max_bytes)
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer)
+            try:
+                url = urljoin(url, answer)
+            except ValueError as exc:
+                raise BadRequest("the origin redirects to a malformed URL") from exc
         raise BadRequest(f"more than {self.max_redirects} redirects")
 
     async def _ask(self, target: SplitResult, *, max_bytes: int) -> bytes | str:
@@ -79,7 +82,8 @@ class Web:
         except LinkError as exc:
             raise MediaUnavailable(f"the origin could not be reached, or broke off: {exc.message}") from exc
         except h11.RemoteProtocolError as exc:
-            raise MediaUnavailable(f"the origin does not answer in HTTP/1.1: {exc}") from exc
+            # Its own words may be those of a service behind the wall, which a redirect has led to.
+            raise MediaUnavailable("the origin does not answer in HTTP/1.1, or broke off") from exc
         finally:
             if transport is not None:
                 transport.close()
