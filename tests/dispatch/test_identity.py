@@ -175,7 +175,15 @@ MALFORMED = {
         "not the bytes",
     ),
     "a grid without bytes": (with_grid(TensorData(shape=[2, 3], dtype="int64")), "not the bytes"),
-    "a description of nothing": (an_identity(mm_inputs=change(images, batched_keys=["gone"])), "does not have"),
+    "a description of nothing": (an_identity(mm_inputs=change(images, keep_on_cpu_keys=["gone"])), "does not have"),
+    "a grid that is not laid out by items": (
+        an_identity(mm_inputs=change(images, batched_keys=[], keep_on_cpu_keys=[])),
+        "laid out by items",
+    ),
+    "a flat grid": (
+        an_identity(mm_inputs=change(images, flat_keys={"image_grid_thw": "sizes"})),
+        "laid out by items",
+    ),
     "grids for some only": (an_identity(extra_mm_inputs=[without_grids(video())]), "some have none"),
 }
 

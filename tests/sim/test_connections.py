@@ -227,6 +227,8 @@ async def test_a_connection_that_is_lost_and_made_again_costs_a_probe_and_no_req
     prefill, decode = prefill_worker(), decode_worker()
     async with open_scene(prefill, decode) as scene:
         decode.stop()
+        while decode.address in scene.network._listeners:  # it goes a moment later
+            await trio.lowlevel.checkpoint()
         await scene.start(decode)
         for _ in range(5):
             assert await tokens(scene) == DONE

@@ -157,7 +157,9 @@ def _batch_faults(batch: MultimodalInputs, *, ids: list[int]) -> Iterator[str | 
     tensors = batch.model_specific_tensors
     for name, tensor in tensors.items():
         yield _tensor_fault(name, tensor, items=len(hashes))
-    stray = {*batch.batched_keys, *batch.keep_on_cpu_keys, *batch.flat_keys} - tensors.keys()
+    # Laid out otherwise, a grid would be one tensor for all items, and each of them be taken for the first.
+    yield _unless(not batch.flat_keys and {*batch.batched_keys} >= tensors.keys(), "a grid is not laid out by items")
+    stray = {*batch.batched_keys, *batch.keep_on_cpu_keys} - tensors.keys()
     yield _unless(not stray, f"it describes tensors that it does not have ({', '.join(sorted(stray))[:64]})")
 
 
