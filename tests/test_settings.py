@@ -167,8 +167,8 @@ class TestValidation:
             (PAIR | {"grpc_port": "30000"}, "grpc_port and port are both 30000"),
             (PAIR | {"prometheus_port": "30001"}, "prometheus_port and grpc_port are both 30001"),
             (
-                PAIR | {"max_payload_size": "536870913"},
-                r"max_payload_size \(5.*\) is above http_max_bodies_bytes",
+                PAIR | {"max_payload_size": "1073741825"},
+                r"max_payload_size \(1.*\) is above http_max_bodies_bytes",
             ),
         ],
     )

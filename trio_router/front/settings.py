@@ -32,7 +32,7 @@ class HttpSettings:
     """After a refusal, how long a client may go on sending before the connection is dropped under it."""
     max_header_bytes: int = 32 * KIB
     max_body_bytes: int = 64 * MIB
-    max_bodies_bytes: int = 512 * MIB
+    max_bodies_bytes: int = 1024 * MIB
     """Of request bodies held at one time, over all connections, small ones left out."""
     small_body_bytes: int = 64 * KIB
     """Up to this size a body needs no share of that: a few clients that announce large ones and send nothing must not
