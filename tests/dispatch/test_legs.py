@@ -9,7 +9,14 @@ import pytest
 from trio_router.dispatch.legs import client_streams, decode_leg, parse_request, plain_leg, prefill_leg, release_leg
 from trio_router.errors import BadRequest, DecodeError
 from trio_router.protocol.codec import decode, encode
-from trio_router.protocol.messages import GenerateRequest, KvTransferParams, SamplingParams, TokenizedInput
+from trio_router.protocol.messages import (
+    GenerateRequest,
+    KvTransferParams,
+    MultimodalInputs,
+    SamplingParams,
+    TensorData,
+    TokenizedInput,
+)
 from trio_router.protocol.wire import edit, field_bytes, field_varint
 
 PARAMS = '{"do_remote_decode":true,"do_remote_prefill":false}'
@@ -121,6 +128,34 @@ def test_no_tokens_are_refused_behind_a_pair_only():
     with pytest.raises(BadRequest, match="max_tokens is 0"):
         parse_request(message, disaggregated=True)
     assert parse_request(message, disaggregated=False).n == 1
+
+
+PIXELS = TensorData(shape=[2], dtype="uint8", inline=b"ab")
+GRIDS = {"image_grid_thw": TensorData(shape=[1, 3], dtype="int64", inline=bytes(24))}
+
+
+def test_media_that_come_without_pixels_are_refused_behind_a_pair_only():
+    """A plain worker says so itself. One that prefills sees KV params, takes its leg for a decode leg, and dies."""
+    seen, unseen = MultimodalInputs(pixel_values=PIXELS), MultimodalInputs(model_specific_tensors=GRIDS)
+    for message in (
+        encode(GenerateRequest(mm_inputs=unseen)),
+        encode(GenerateRequest(mm_inputs=seen, extra_mm_inputs=[seen, unseen])),
+    ):
+        with pytest.raises(BadRequest, match="without pixel_values") as caught:
+            parse_request(message, disaggregated=True)
+        assert caught.value.error_code == "invalid_multimodal_request"
+        assert parse_request(message, disaggregated=False).n == 1
+
+
+def test_media_with_their_pixels_or_with_hashes_only_pass():
+    whole = MultimodalInputs(pixel_values=PIXELS, model_specific_tensors=GRIDS)
+    in_pieces = field_bytes(7, field_bytes(3, b"")) + field_bytes(7, field_bytes(2, b""))
+    for message in (
+        encode(GenerateRequest(mm_inputs=whole, extra_mm_inputs=[whole])),
+        encode(GenerateRequest(extra_mm_inputs=[MultimodalInputs(mm_hashes=["a"])])),
+        in_pieces,
+    ):
+        assert parse_request(message, disaggregated=True).n == 1
 
 
 def test_bytes_that_are_no_message_are_a_decode_error():

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..errors import BadRequest
 from ..pieces import Message
-from ..protocol.wire import field_bytes, field_varint, get_string, get_varint, splice
+from ..protocol.wire import field_bytes, field_varint, get_bodies, get_string, get_varint, splice
 from .identity import EXTRA_MM_INPUTS, MEDIA_REFS, MM_INPUTS, Edits, MediaView, count_ids, read_media
 
 # Field numbers of GenerateRequest and of SamplingParams inside it.
@@ -28,6 +28,9 @@ STOP_TOKEN_IDS: Final = (_SAMPLING, 11)
 IGNORE_EOS: Final = (_SAMPLING, 14)
 N: Final = (_SAMPLING, 15)
 PROMPT_LOGPROBS: Final = (_SAMPLING, 23)
+# Of MultimodalInputs.
+_PIXELS: Final = (2,)
+_TENSORS: Final = (3,)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,18 @@ def _check_pair(message: bytes) -> None:
     if get_varint(message, MAX_TOKENS) == 0:
         # The prefill leg, which is always for one token, would be computed before a decode worker refuses it.
         raise BadRequest("max_tokens is 0, and a request must generate at least 1 token: raise it, or leave it out")
+    first = get_bodies(message, MM_INPUTS)
+    if any(map(_lacks_pixels, [b"".join(first), *get_bodies(message, EXTRA_MM_INPUTS)])):
+        # A worker refuses these by themselves, but not on a leg with KV params, which it takes for a decode leg: its
+        # engine then has nothing to look at, and dies (seen on vLLM 0.32). Each attempt would be another worker's end.
+        raise BadRequest(
+            "mm_inputs have tensors without pixel_values, which a prefill worker needs: send both",
+            code="invalid_multimodal_request",
+        )
+
+
+def _lacks_pixels(batch: bytes) -> bool:
+    return bool(get_bodies(batch, _TENSORS)) and not get_bodies(batch, _PIXELS)
 
 
 def client_streams(message: bytes) -> bool:
