@@ -11,12 +11,13 @@ import trio
 import trio.testing
 
 from trio_router.errors import LinkError
+from trio_router.http2 import Stream, frames
 from trio_router.http2.connection import Connection
 from trio_router.http2.streams import Role
 from trio_router.rpc.call import ClientCall
 from trio_router.rpc.channel import Channel, open_channel
 from trio_router.rpc.memory import MemoryNetwork, MemoryTransport
-from trio_router.rpc.server import HANDSHAKE_TIMEOUT, SILENCE_TOLERATED, Server, ServerSettings
+from trio_router.rpc.server import HANDSHAKE_TIMEOUT, REQUEST_TIMEOUT, SILENCE_TOLERATED, Server, ServerSettings
 from trio_router.rpc.servercall import ServerCall
 
 ECHO = "/test.Service/Echo"
@@ -172,3 +173,64 @@ async def test_an_answer_that_is_still_being_read_keeps_its_connection(autojump_
         assert await echoes(await crowd.channel())
         assert idle.state == "idle"
         assert await reply(call) == [bytes(50_000)] * 4
+
+
+async def one_request(call: ServerCall) -> None:
+    """What generated code does for a method with one request."""
+    await call.send(await call.receive_request() or b"")
+
+
+@asynccontextmanager
+async def stalling_client() -> AsyncIterator[tuple[Connection, Stream, MemoryTransport, Server]]:
+    """A connection to a server, with a call opened on it and nothing of its request sent."""
+    network = MemoryNetwork()
+    listener = network.listen("memory:0")
+    server = Server(raw={ECHO: one_request})
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listener)
+        transport = await network.dial(listener.address)
+        connection = Connection(Role.CLIENT)
+        headers = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", ECHO.encode()), (b":authority", b"test")]
+        stream = connection.open_stream([*headers, (b"content-type", b"application/grpc"), (b"te", b"trailers")])
+        transport.send_nowait(connection.take_output())
+        yield connection, stream, transport, server
+        nursery.cancel_scope.cancel()
+
+
+def data(stream: Stream, payload: bytes) -> bytes:
+    return frames.data_header(stream.id, len(payload), end_stream=False) + payload
+
+
+async def hear(connection: Connection, transport: MemoryTransport, stream: Stream) -> None:
+    """Read until the call has ended or has an answer."""
+    while stream.trailers is None and not stream.messages:
+        await transport.wait_readable()
+        connection.receive(transport.recv_nowait(65_536) or b"")
+        transport.send_nowait(connection.take_output())
+
+
+class TestOwedRequests:
+    """A call that was opened and asks for nothing keeps a handler, and its connection's place."""
+
+    @pytest.mark.parametrize(
+        "sent", [b"", b"\0\0", b"\0\0\0\0\x09half"], ids=["nothing", "half a prefix", "half of it"]
+    )
+    async def test_a_client_that_stops_in_its_request_is_told_so(self, autojump_clock, sent):
+        async with stalling_client() as (connection, stream, transport, server):
+            if sent:
+                transport.send_nowait(data(stream, sent))
+            began = trio.current_time()
+            await hear(connection, transport, stream)
+            # It is looked at once in this time: what came in between buys as much again.
+            assert REQUEST_TIMEOUT <= trio.current_time() - began <= 2 * REQUEST_TIMEOUT + 1
+            assert (b"grpc-status", b"4") in stream.trailers
+            assert server.calls_in_flight == 0
+
+    async def test_one_that_is_only_slow_is_waited_for(self, autojump_clock):
+        message = b"\0\0\0\0\x04slow"
+        async with stalling_client() as (connection, stream, transport, _):
+            for byte in message:
+                await trio.sleep(REQUEST_TIMEOUT * 0.9)
+                transport.send_nowait(data(stream, bytes([byte])))
+            await hear(connection, transport, stream)
+            assert stream.messages == [b"slow"]

@@ -86,7 +86,7 @@ class _Generate:
             raise GRPCError(reply.status, reply.message, reply.details) from exc
 
     async def _answer(self, call: ServerCall) -> None:
-        message = await call.receive()
+        message = await call.receive_request()
         if message is None:
             raise BadRequest("the call ended without a GenerateRequest")
         await self._admit(message)

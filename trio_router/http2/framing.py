@@ -52,6 +52,11 @@ class Assembler:
         """Whether a message has begun and not ended."""
         return bool(self._partial) or self._missing >= 0
 
+    @property
+    def held(self) -> int:
+        """Bytes kept of a message that has not ended."""
+        return len(self._partial)
+
     def feed(self, chunk: bytes, *, into: list[bytes]) -> None:
         """Append to `into` every message that `chunk` completes; on an error (see `check_prefix`) those before it."""
         at = 0

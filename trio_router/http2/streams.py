@@ -299,6 +299,11 @@ class Stream:
         if self.receive_left <= core.stream_credit_mark and not self.remote_ended and not self.closed:
             core.return_credit(self)
 
+    @property
+    def heard(self) -> tuple[int, int]:
+        """Changes with every byte that the peer sends on this stream."""
+        return self.receive_left, 0 if self.assembler is None else self.assembler.held
+
     def __repr__(self) -> str:
         flags = [name for name in ("refused", "lost", "closed") if getattr(self, name)]
         if self.reset_code is not None:

@@ -38,6 +38,11 @@ HANDSHAKE_TIMEOUT: Final = 10.0
 network, and no longer, for a silent client holds one of the connections.
 """
 
+REQUEST_TIMEOUT: Final = 60.0
+"""Seconds without a byte of a request message that a handler waits for. A call that was opened and never asks for
+anything holds a handler and, with it, its connection's place among those that are in use.
+"""
+
 UNREAD_TIMEOUT: Final = 120.0
 """Seconds. A client that has stopped reading holds streams, their queues and a connection; one that is only slow takes
 something in two minutes, even where its kernel opens a window no sooner than a large part of it is free.
@@ -70,12 +75,14 @@ class ServerSettings:
     `handshake_timeout`: how long a client may take to introduce itself, TLS and its first SETTINGS together.
     `ping_limits`: how often clients may ping. `keepalive`: how silent clients are pinged; without it those whose host
     has vanished are found by TCP, in two minutes.
+    `request_timeout`: for how long a client may send nothing of the message that a method with one waits for.
     `unread_timeout`: how long a client may take nothing of what waits for it: of the rest of an answer whose handler
     has gone, which is then dropped; or of anything at all, which ends its connection.
     """
 
     max_connections: int = 1024
     handshake_timeout: float = HANDSHAKE_TIMEOUT
+    request_timeout: float = REQUEST_TIMEOUT
     unread_timeout: float = UNREAD_TIMEOUT
     ping_limits: PingLimits = field(default_factory=PingLimits)
     keepalive: KeepaliveSettings | None = None
@@ -225,7 +232,8 @@ class Server:
             return
         self._note_handlers(link, +1)
         # The call takes its stream here and not in its task: the next batch may come before that runs.
-        calls.start_soon(self._serve_call, ServerCall(link, stream), link)
+        call = ServerCall(link, stream, request_timeout=self._settings.request_timeout)
+        calls.start_soon(self._serve_call, call, link)
 
     async def _serve_call(self, call: ServerCall, link: Link) -> None:
         self.calls_in_flight += 1
@@ -322,7 +330,7 @@ class _TypedStream:
         self.peer = call.peer
 
     async def recv_message(self) -> Any:
-        data = await self._call.receive()
+        data = await (self._call.receive_request() if self._unary else self._call.receive())
         if data is None:
             if self._unary:
                 raise GRPCError(Status.INVALID_ARGUMENT, "the call ended without a request message")

@@ -33,11 +33,12 @@ class ServerCall:
 
     __slots__ = (
         "_finished", "_headers_sent", "_inbox", "_link", "_seat", "_sender", "_stream", "deadline", "fault",
-        "flush", "on_drained", "path", "peer", "problem", "scope", "trailing_metadata",
+        "flush", "on_drained", "path", "peer", "problem", "request_timeout", "scope", "trailing_metadata",
     )  # fmt: skip
 
-    def __init__(self, link: Link, stream: Stream) -> None:
+    def __init__(self, link: Link, stream: Stream, *, request_timeout: float = math.inf) -> None:
         headers = stream.headers or []
+        self.request_timeout = request_timeout
         self.path = (get(headers, b":path") or b"").decode("latin-1")
         self.peer = link.peer
         self.deadline = math.inf
@@ -98,6 +99,24 @@ class ServerCall:
             if self._link.connection.has_output:
                 self._link.flush()
         return message
+
+    async def receive_request(self) -> bytes | None:
+        """As `receive`, for the one message of a method that takes one: the client owes it.
+
+        Raises GRPCError (DEADLINE_EXCEEDED) when it has sent nothing more of it for `request_timeout` seconds, which is
+        looked at that often: it may be twice as long.
+        """
+        stream = self._stream
+        while not (self._inbox or stream.messages or stream.remote_ended or self.problem):
+            heard = stream.heard
+            with trio.move_on_after(self.request_timeout) as silence:
+                await self._seat.wait()
+            if silence.cancelled_caught and stream.heard == heard:
+                seconds = f"{self.request_timeout:g} s"
+                raise GRPCError(
+                    Status.DEADLINE_EXCEEDED, f"the client has sent nothing of its request message for {seconds}"
+                )
+        return await self.receive()
 
     # Sending
 
