@@ -275,7 +275,8 @@ class TestLeg:
 
     def test_media_that_the_client_had_processed_itself_give_way(self):
         """They cannot stand beside references, but a client may send what it likes."""
-        view = parse_request(a_request(extra_mm_inputs=[images()]), disaggregated=True)
+        own = change(images, pixel_values=TensorData(shape=[1], dtype="uint8", inline=b"x"))
+        view = parse_request(a_request(extra_mm_inputs=[own]), disaggregated=True)
         identity = an_identity(extra_mm_inputs=[])
         leg = decode_leg(view, attempt_id="a", kv_params="{}", media=identity_edits(self.frame(identity), identity))
         assert decode(GenerateRequest, leg).extra_mm_inputs == []

@@ -69,6 +69,14 @@ def test_case_a8_the_prefill_leg_can_only_end_by_its_length(messages):
         assert leg.kv_transfer_params_json == PARAMS
 
 
+def test_a_release_leg_does_not_carry_the_prompt():
+    ids = list(range(300, 5000))
+    request = GenerateRequest(request_id="r", tokenized=TokenizedInput(original_text="long", input_ids=ids))
+    leg = release_leg(parse_request(encode(request), disaggregated=True), attempt_id="r", kv_params=PARAMS)
+    assert len(leg) < 500
+    assert decode(GenerateRequest, leg).tokenized == TokenizedInput(input_ids=[300])
+
+
 def test_case_a8_the_prefill_leg_keeps_what_the_first_token_is_sampled_with():
     view = parse_request(encode(next(iter(client_requests()))), disaggregated=True)
     params = decode(GenerateRequest, prefill_leg(view, attempt_id="a", kv_params=None)).sampling_params
