@@ -426,6 +426,17 @@ class TestCharging:
         assert len(set(ids)) == 2
         assert all(name.startswith("mine-") for name in ids)
 
+    @pytest.mark.parametrize(
+        ("given", "told"), [("a\nb\x1b[31m\x85é", "a?b?[31m?é"), ("x" * 100_000, "x" * 256)], ids=["lines", "long"]
+    )
+    async def test_a_clients_id_cannot_write_lines_of_its_own_into_a_workers_log(self, autojump_clock, given, told):
+        """Workers log the id of each request as it came (vLLM servicer 0.14.1)."""
+        prefill, decode = prefill_worker(), decode_worker()
+        async with open_scene(prefill, decode) as scene:
+            await collect(scene.router, a_request(given))
+        for leg in (*prefill.requests, *decode.requests):
+            assert leg.request_id.rpartition("-")[0] == told
+
     async def test_d4_a_prefill_that_failed_is_avoided_and_the_decode_worker_is_not(self, autojump_clock):
         bad, good = prefill_worker(send(), name="bad"), prefill_worker(name="good")
         async with open_scene(bad, good, decode_worker()) as scene:

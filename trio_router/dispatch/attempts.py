@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import trio
 
@@ -26,6 +27,8 @@ from .live import LiveRequest
 from .retry import RetrySettings, backoff
 from .stream import GenerateStream
 
+_LONGEST_ID: Final = 256
+
 
 @dataclass(slots=True, kw_only=True)
 class Wanted:
@@ -43,6 +46,12 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.view.media is not None:
             self.media = MediaNeeds(schemes=self.view.media.schemes)
+
+
+def _loggable(client_id: str) -> str:
+    """As much of it as is told to workers, who log it as it comes: on one line, and no megabytes."""
+    told = client_id[:_LONGEST_ID]
+    return told if told.isprintable() else "".join(each if each.isprintable() else "?" for each in told)
 
 
 def _expanded(name: str, model_type: str, media: MediaView) -> int:
@@ -154,7 +163,7 @@ class Attempts:
         timeline.attempts += 1
         return Attempt(
             wanted.view,
-            attempt_id=f"{live.client_id}-{self._new_id()}",
+            attempt_id=f"{_loggable(live.client_id)}-{self._new_id()}",
             transfer_id=f"xfer-{self._new_id()}",
             decode=decode,
             prefill=prefill,
