@@ -92,6 +92,11 @@ class TestSchemes:
     def test_an_url_without_a_scheme_is_told_so(self):
         assert "its URL has no scheme;" in refusal(plan_of("/etc/passwd")).message
 
+    def test_a_path_of_a_file_may_not_be_longer_than_any_is(self):
+        with pytest.raises(BadRequest, match="the limit is 8192") as caught:
+            check(plan_of("file:///" + "x/" * 5000), worker("file"))
+        assert caught.value.error_code == "invalid_multimodal_request"
+
     def test_files_are_for_workers_that_say_so(self):
         assert check(plan_of("file:///media/x.png"), worker("http,file", leg="prefill"), worker("file")) == ()
 

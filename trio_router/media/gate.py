@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import BadRequest, TooLarge
-from .hosts import MALFORMED, REFUSED, Host, host_of, is_listed, is_local_name, is_public, refused_host
+from .hosts import MALFORMED, REFUSED, Host, check_length, host_of, is_listed, is_local_name, is_public, refused_host
 from .items import Form, MediaItem, MediaPlan, Modality
 from .mode import WorkerMedia
 from .specs import ModelSpec
@@ -76,6 +76,8 @@ def check_plan(
             host = host_of(item.url, part=item.part)
             if _check_host(host, item=item, policy=policy):
                 found.setdefault(host.name, Unresolved(host.name, item.part))
+        else:
+            check_length(item.url, part=item.part)
     return tuple(found.values())
 
 

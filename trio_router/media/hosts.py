@@ -57,12 +57,17 @@ class Host:
     address: IPAddress | None = None
 
 
+def check_length(url: str, *, part: str) -> None:
+    """Raises BadRequest for a URL, other than a data: URL, that is too long to be one."""
+    if len(url) > MAX_URL_CHARS:
+        raise _malformed(part, f"its URL has {len(url)} characters, the limit is {MAX_URL_CHARS}")
+
+
 def host_of(url: str, *, part: str) -> Host:
     """The host of an http or https URL. Raises BadRequest, which names the part and not the URL, for one that is
     malformed or not plain.
     """
-    if len(url) > MAX_URL_CHARS:
-        raise _malformed(part, f"its URL has {len(url)} characters, the limit is {MAX_URL_CHARS}")
+    check_length(url, part=part)
     if _UNSAFE.search(url):
         raise _malformed(part, "its URL has blanks or control characters in it; percent-encode them")
     _, _, rest = url.partition(":")

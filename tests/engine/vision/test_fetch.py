@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 
 import pytest
 import trio
@@ -70,6 +71,17 @@ class TestFiles:
     async def test_what_cannot_be_read_is_refused(self, fetch, tmp_path, path):
         with pytest.raises(BadRequest, match="cannot be read"):
             await fetch(f"{tmp_path}/{path}")
+
+    async def test_a_path_longer_than_any_is_not_even_looked_for(self, fetch, monkeypatch):
+        monkeypatch.setattr("pathlib.Path.resolve", lambda path: pytest.fail("resolved"))
+        with pytest.raises(BadRequest, match="too long"):
+            await fetch("/" + "x/" * 10_000)
+
+    async def test_a_pipe_is_not_waited_for(self, fetch, tmp_path, monkeypatch):
+        os.mkfifo(tmp_path / "open" / "pipe")
+        monkeypatch.setattr("pathlib.Path.open", lambda path, mode: pytest.fail("opened"))
+        with pytest.raises(BadRequest, match="not a regular one"):
+            await fetch(f"{tmp_path}/open/pipe")
 
     async def test_nor_on_another_host(self, fetch):
         with pytest.raises(BadRequest, match="no file of this machine"):

@@ -22,6 +22,9 @@ from .references import Reference
 from .settings import MediaSettings
 from .web import MediaUnavailable, Web
 
+_LONGEST_FILE_URL = 16_384
+"""Longer than any path that may be opened, each of its bytes escaped."""
+
 
 class Fetcher(Protocol):
     """Where bytes of media come from."""
@@ -63,6 +66,9 @@ class MediaFetcher:
 
     def _read_file(self, url: str) -> bytes:
         allowed = self._settings.allowed_local_path
+        if len(url) > _LONGEST_FILE_URL:
+            # Resolving takes time that grows with its square.
+            raise BadRequest("the file cannot be read: its path is too long")
         try:
             parts = urlsplit(url)
             if allowed is None or parts.netloc not in ("", "localhost"):
@@ -70,6 +76,9 @@ class MediaFetcher:
             root, path = allowed.resolve(), Path(unquote(parts.path)).resolve()
             if not path.is_relative_to(root):
                 raise BadRequest("the file is outside the directory that may be read (--allowed-local-media-path)")
+            if path.exists() and not path.is_file():
+                # Opening a pipe would wait for who writes into it, and keep a thread for as long.
+                raise BadRequest("the file cannot be read: it is not a regular one")
             with path.open("rb") as file:
                 return file.read(self._settings.max_item_bytes + 1)
         except (OSError, ValueError) as exc:
