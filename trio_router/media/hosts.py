@@ -120,9 +120,12 @@ def _judged(host: str, *, part: str) -> Host:
 def is_domain(text: str) -> bool:
     """Whether a text can be an entry of a list of hosts: one that no host is equal to would allow nothing."""
     text = text.lower()
-    if _NAME.fullmatch(text.removeprefix("*").removeprefix(".")):
-        return "*" not in text or text.startswith("*.")
+    name = text.removeprefix("*").removeprefix(".")
     try:
+        if _NAME.fullmatch(name):
+            if _LOOKS_NUMERIC.fullmatch(name.rpartition(".")[2]):
+                return str(IPv4Address(text)) == text
+            return "*" not in text or text.startswith("*.")
         return str(IPv6Address(text)) == text
     except ValueError:
         return False
