@@ -124,7 +124,7 @@ def judge(error: RouterError) -> Verdict:
 def shed(error: WorkerBusy, *, retry_after: float) -> WorkerBusy:
     """What the client is told when every worker is busy: the last one's status, and when to come back."""
     told = WorkerBusy(
-        f"no {_kind(error.leg)} has room for it now; the last one said: {error.message}",
+        f"no {_kind(error.leg)} can take it now; the last one said: {error.message}",
         status=error.status,
         leg=error.leg,
         details=error.details,

@@ -432,7 +432,7 @@ async def test_case_d3_when_every_worker_is_busy_the_last_ones_word_is_told_at_o
         assert (response.status, response.header("retry-after")) == (expected, "3")
         assert response.header("x-smg-error-code") == "worker_overload_protection_shed"
         assert response.json["error"]["code"] == "worker_overload_protection_shed"
-        message = "no worker has room for it now; the last one said: worker is saturated: 256 requests are waiting"
+        message = "no worker can take it now; the last one said: worker is saturated: 256 requests are waiting"
         assert response.json["error"]["message"] == message
         assert [len(worker.requests) for worker in workers] == [1, 1]
         client.leave()
