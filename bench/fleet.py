@@ -139,7 +139,7 @@ def _wait_for(port: int, *, row: Row) -> None:
                         return
         except OSError:
             pass
-        time.sleep(0.2)
+        time.sleep(0.2)  # another program: nothing tells when it listens
     raise RuntimeError(f"{row.name} was not ready within {START_SECONDS:g} s; see {PEER_LOG}")
 
 

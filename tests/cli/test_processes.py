@@ -53,6 +53,7 @@ async def program(*arguments: str) -> AsyncIterator[Program]:
         yield Program(process)
     finally:
         process.kill()
+        # A test that is cancelled must not leave a process or a pipe behind.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 10):
             await process.wait()
             for pipe in (process.stdout, process.stderr):

@@ -381,6 +381,7 @@ class TestLeavingTheRouter:
     async def test_i11_a_task_that_does_not_let_go_is_not_waited_for_for_ever(self, autojump_clock):
         async def stubborn(scene: Scene) -> None:
             async with scene.router.generate(a_request()):
+                # What is tried: a caller who does not let go.
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 1000):
                     await trio.sleep_forever()
 

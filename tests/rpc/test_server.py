@@ -447,6 +447,7 @@ class TestBounds:
             try:
                 await trio.sleep_forever()
             finally:
+                # What is tried: a handler that takes its time to leave. The test ends it.
                 with trio.CancelScope(shield=True):
                     await may_leave.wait()
                 running -= 1
