@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": set(),
     "text": set(),
     "rpc": {"http2", "protocol"},
-    "fleet": {"observe", "policy", "protocol", "rpc"},
+    "fleet": {"media", "observe", "policy", "protocol", "rpc"},
     "dispatch": {"fleet", "media", "observe", "policy", "protocol", "rpc"},
     "front": {"dispatch", "fleet", "media", "observe", "protocol", "rpc", "text"},
     "engine": {"media", "observe", "protocol", "rpc", "text"},

@@ -20,7 +20,6 @@ import trio
 
 from .dispatch.router import Router, open_router
 from .errors import BadRequest, ConfigError
-from .fleet.client import WorkerFacts
 from .front.admin import AdminFront
 from .front.app import HttpFront
 from .front.grpc import grpc_server
@@ -29,7 +28,6 @@ from .front.references import ReferenceDesk
 from .front.seams import Readiness
 from .front.settings import FrontSettings, MediaSettings
 from .front.texts import BundleText, LoadedText, prepare
-from .media.gate import parse_schemes
 from .media.mode import WorkerMedia
 from .media.specs import ModelFacts
 from .observe.hooks import Observer, Observers
@@ -369,28 +367,15 @@ def media_desk(
 def model_facts(router: Router, model: str) -> ModelFacts:
     """What the first worker that serves the model says of it."""
     facts = (worker.facts for worker in router.registry.workers)
-    info = next((each.model_info for each in facts if each is not None and each.model == model), None)
-    if info is None:
-        return ModelFacts(name=model)
-    return ModelFacts(name=model, model_type=info.model_type, architectures=tuple(info.architectures))
+    return next((each.family for each in facts if each is not None and each.model == model), ModelFacts(name=model))
 
 
 def media_facts(router: Router, model: str) -> tuple[WorkerMedia, ...]:
     """What every worker that serves the model says of media, ready or not."""
     return tuple(
-        _worker_media(worker.facts, leg=worker.spec.role.value)
+        worker.facts.media(leg=worker.spec.role.value)
         for worker in router.registry.workers
         if worker.facts is not None and worker.facts.model == model
-    )
-
-
-def _worker_media(facts: WorkerFacts, *, leg: str) -> WorkerMedia:
-    # Every worker here speaks vLLM's gRPC service; there are none behind ZMQ.
-    return WorkerMedia(
-        mm_processor=facts.server_info.mm_processor,
-        schemes=parse_schemes(facts.server_info.mm_media_ref_schemes),
-        item_limits=facts.server_info.mm_item_limits,
-        leg=leg,
     )
 
 

@@ -16,13 +16,13 @@ from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..observe.hooks import Observer
 from ..pieces import Message
-from .connectors import Connector, connector_of
+from .connectors import Connector
 from .decode import ALONE, PAIRED, DecodeLeg
 from .handoff import Handoff, HandoffBook, Harvest, OnMissingHandoff
 from .identity import Edits, IdentityOutcome, fault_of, identity_edits, judge
 from .janitor import Janitor
 from .legs import RequestView, decode_leg, plain_leg
-from .prefill import PrefillLeg
+from .prefill import PrefillLeg, connector_at
 from .stream import GenerateStream
 from .timeline import Timeline
 
@@ -160,10 +160,7 @@ class Attempt:
         if self.decode.worker.spec.role is WorkerRole.PLAIN:
             return
         for worker in (self._prefill.worker if self._prefill else None, self.decode.worker):
-            if (
-                worker is not None
-                and connector_of(worker.facts.kv_connector if worker.facts else "") is Connector.MORIIO
-            ):
+            if worker is not None and connector_at(worker) is Connector.MORIIO:
                 raise Unsupported(
                     f"{worker.spec.role} worker {worker.name} uses MoRIIOConnector, which needs both legs at one time"
                     " and cannot be had over gRPC: start the workers with another KV connector",

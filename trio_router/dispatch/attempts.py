@@ -13,17 +13,17 @@ from ..fleet.needs import MediaNeeds
 from ..fleet.registry import Registry
 from ..fleet.worker import Lease, WorkerRole
 from ..media.items import Modality
-from ..media.specs import ModelFacts, spec_for
+from ..media.specs import spec_for
 from ..observe.hooks import Observer
 from ..policy.retry_budget import RetryBudget
 from .attempt import Attempt
-from .connectors import Connector, connector_of
+from .connectors import Connector
 from .failures import Verdict, judge, shed
 from .handoff import HandoffBook, OnEmptyPrefill
-from .identity import MediaView
 from .janitor import Janitor
 from .legs import RequestView
 from .live import LiveRequest
+from .prefill import connector_at
 from .retry import RetrySettings, backoff
 from .stream import GenerateStream
 
@@ -52,12 +52,6 @@ def _loggable(client_id: str) -> str:
     """As much of it as is told to workers, who log it as it comes: on one line, and no megabytes."""
     told = client_id[:_LONGEST_ID]
     return told if told.isprintable() else "".join(each if each.isprintable() else "?" for each in told)
-
-
-def _expanded(name: str, model_type: str, media: MediaView) -> int:
-    spec = spec_for(ModelFacts(name=name, model_type=model_type))
-    counts = {kind: media.counts.get(int(kind.wire), 0) for kind in Modality}
-    return 0 if spec is None else spec.extra_tokens(counts)
 
 
 class Attempts:
@@ -126,7 +120,9 @@ class Attempts:
             return 0
         serving = (worker.facts for worker in self._registry.workers)
         facts = next((each for each in serving if each is not None and model in (None, each.model)), None)
-        return 0 if facts is None else _expanded(facts.model, facts.model_info.model_type, view.media)
+        spec = None if facts is None else spec_for(facts.family)
+        counts = {kind: view.media.counts.get(int(kind.wire), 0) for kind in Modality}
+        return 0 if spec is None else spec.extra_tokens(counts)
 
     def _goes_on(
         self, attempt: Attempt, error: RouterError, verdict: Verdict, *, failures: int, wanted: Wanted
@@ -206,9 +202,5 @@ class Attempts:
 
     def _shares_a_store(self) -> bool:
         """Whether all prefill workers that are ready write to a store, from which several samples may read."""
-        ready = [
-            worker.facts
-            for worker in self._registry.workers
-            if worker.spec.role is WorkerRole.PREFILL and worker.ready and worker.facts is not None
-        ]
-        return bool(ready) and all(connector_of(facts.kv_connector) is Connector.STORE for facts in ready)
+        ready = [worker for worker in self._registry.workers if worker.spec.role is WorkerRole.PREFILL and worker.ready]
+        return bool(ready) and all(connector_at(worker) is Connector.STORE for worker in ready)

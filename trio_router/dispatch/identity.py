@@ -49,10 +49,6 @@ class MediaView:
     counts: Mapping[int, int]
     schemes: frozenset[str]
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
 
 def read_media(message: bytes) -> MediaView | None:
     """The references in a request's bytes; None when it has none at all. Raises DecodeError, BadRequest."""

@@ -134,15 +134,20 @@ class PrefillLeg:
         self._lease.release()
 
 
+def connector_at(worker: Worker) -> Connector:
+    """The KV connector of a worker, by what it last said."""
+    return connector_of(worker.facts.kv_connector if worker.facts else "")
+
+
 def side_of(worker: Worker, *, rank: int | None) -> PrefillSide:
     """What the plan of a prefill leg depends on. `rank` is the client's choice, for a worker that is not pinned."""
     facts, spec = worker.facts, worker.spec
     return PrefillSide(
-        connector=connector_of(facts.kv_connector if facts else ""),
+        connector=connector_at(worker),
         engine_id=facts.kv_engine_id if facts else "",
         dp_size=facts.data_parallel_size if facts else 0,
         rank=rank if worker.rank is None else worker.rank,
-        host=spec.host,
+        host=worker.host,
         bootstrap_port=spec.bootstrap_port,
     )
 

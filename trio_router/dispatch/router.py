@@ -312,6 +312,7 @@ async def open_router(
                 yield router
             finally:
                 router.shut_down()
+                # Shielded, and bounded: whoever cancels us would else leave KV blocks pinned at the workers.
                 with trio.CancelScope(deadline=trio.current_time() + settings.janitor.exit_grace, shield=True):
                     await router.wait_quiet()
                 router.janitor.close()

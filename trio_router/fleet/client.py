@@ -10,6 +10,9 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from ..errors import WorkerUnavailable
+from ..media.gate import parse_schemes
+from ..media.mode import WorkerMedia
+from ..media.specs import ModelFacts
 from ..pieces import Message
 from ..protocol.codec import decode, encode
 from ..protocol.messages import (
@@ -53,6 +56,24 @@ class WorkerFacts:
     data_parallel_size: int = 0
     max_num_seqs: int = 0
     block_size: int = 0
+
+    @property
+    def family(self) -> ModelFacts:
+        """What tells which family its model is of."""
+        info = self.model_info
+        return ModelFacts(name=self.model, model_type=info.model_type, architectures=tuple(info.architectures))
+
+    def media(self, *, leg: str = "") -> WorkerMedia:
+        """What it says of media, as a worker for this leg. Every worker here speaks vLLM's gRPC service; there are none
+        behind ZMQ.
+        """
+        server = self.server_info
+        return WorkerMedia(
+            mm_processor=server.mm_processor,
+            schemes=parse_schemes(server.mm_media_ref_schemes),
+            item_limits=server.mm_item_limits,
+            leg=leg,
+        )
 
 
 class WorkerClient:

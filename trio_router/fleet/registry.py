@@ -48,6 +48,8 @@ class Registry:
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self.workers = tuple(workers)
+        self.disaggregated = any(worker.spec.role is WorkerRole.PREFILL for worker in self.workers)
+        """Whether requests go through a prefill/decode pair."""
         self._prefill_optional = prefill_optional
         self._clock = clock
         self._policies = policies
@@ -56,11 +58,6 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry {list(self.workers)}>"
-
-    @property
-    def disaggregated(self) -> bool:
-        """Whether requests go through a prefill/decode pair."""
-        return any(worker.spec.role is WorkerRole.PREFILL for worker in self.workers)
 
     @property
     def ready(self) -> bool:

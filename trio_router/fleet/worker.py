@@ -96,6 +96,7 @@ class Worker:
         self.client = client
         self.name = spec.name
         self.rank = spec.rank
+        self.host = spec.host
         self.breaker = Breaker(breaker or BreakerSettings())
         self.facts: WorkerFacts | None = None
         self.ready = False
