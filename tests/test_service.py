@@ -28,7 +28,7 @@ from trio_router.fleet.worker import WorkerRole, WorkerSpec
 from trio_router.media.mode import WorkerMedia
 from trio_router.media.specs import ModelFacts
 from trio_router.observe.hooks import Observer, Outcome, RequestRecord
-from trio_router.offload import Threads, inline
+from trio_router.offload import inline
 from trio_router.protocol.messages import (
     GenerateRequest,
     GetModelInfoRequest,
@@ -44,14 +44,11 @@ from trio_router.rpc.memory import MemoryNetwork
 from trio_router.service import (
     LAST_WORDS,
     Service,
-    context_length,
     media_facts,
     model_facts,
     open_service,
-    sampling_defaults,
 )
 from trio_router.settings import ListenSettings, ServiceSettings, TextSettings
-from trio_router.text.bundle import BadBundle
 
 ASSETS = Path(trio_router.engine.assets.__file__).parent
 HTTP, GRPC, METRICS = "router:30000", "router:30001", "metrics:29000"
@@ -263,39 +260,20 @@ class TestText:
             await process.chat()
         assert process.ended.records[0].outcome is Outcome.OK
 
-
-class TestSamplingDefaults:
-    @staticmethod
-    def router(*recommended: str) -> Any:
-        facts = [
-            SimpleNamespace(model="tiny", model_info=SimpleNamespace(default_sampling_params_json=text))
-            for text in recommended
-        ]
-        workers = [SimpleNamespace(facts=None), *(SimpleNamespace(facts=each) for each in facts)]
-        return SimpleNamespace(registry=SimpleNamespace(workers=workers))
-
-    def test_the_first_worker_that_recommends_something_is_heard(self):
-        router = self.router("", '{"temperature": 0.7, "top_k": 20}', '{"temperature": 0.1}')
-        assert sampling_defaults(router, "tiny") == {"temperature": 0.7, "top_k": 20.0}
-
-    def test_only_for_its_own_model(self):
-        assert sampling_defaults(self.router('{"temperature": 0.7}'), "other") == {}
-
-    def test_what_is_no_number_or_no_sampling_parameter_is_left_out(self):
-        router = self.router('{"temperature": "hot", "top_p": true, "min_p": null, "max_tokens": 5, "top_k": 3}')
-        assert sampling_defaults(router, "tiny") == {"top_k": 3.0}
-
-    @pytest.mark.parametrize("text", ["[1]", "{", "null"])
-    def test_what_is_no_object_recommends_nothing(self, text):
-        assert sampling_defaults(self.router(text), "tiny") == {}
-
-    async def test_the_http_front_asks_for_them(self, network, autojump_clock, monkeypatch):
+    async def test_the_http_front_asks_for_sampling_defaults(self, network, autojump_clock, monkeypatch):
         asked: list[str] = []
         monkeypatch.setattr("trio_router.service.sampling_defaults", lambda _, model: asked.append(model) or {})
         async with running(network) as process:
             await process.service.wait_ready()
             await process.chat()
         assert asked == ["tiny-english"]
+
+    async def test_the_http_front_refuses_by_the_context_length(self, network, autojump_clock, monkeypatch):
+        monkeypatch.setattr("trio_router.service.context_length", lambda _, model: 3)
+        async with running(network) as process:
+            await process.service.wait_ready()
+            with pytest.raises(ChatFailed, match="the model's context 3"):
+                await process.chat()
 
 
 class TestMediaFacts:
@@ -341,32 +319,6 @@ class TestMediaFacts:
             _, body = await process.get(METRICS, "/metrics")
         counted = 'smg_mm_processing_total{mode="router",model="tiny-english",reason="model_not_opted_in"} 1.0'
         assert counted in body.decode()
-
-
-class TestContextLength:
-    @staticmethod
-    def router(**lengths: int) -> Any:
-        workers = [
-            SimpleNamespace(facts=SimpleNamespace(model=model, model_info=SimpleNamespace(max_context_length=length)))
-            for model, length in lengths.items()
-        ]
-        return SimpleNamespace(registry=SimpleNamespace(workers=[SimpleNamespace(facts=None), *workers]))
-
-    def test_it_is_the_longest_that_a_worker_of_the_model_tells(self):
-        router = self.router(tiny=8192, other=100)
-        router.registry.workers += self.router(tiny=16384).registry.workers
-        assert context_length(router, "tiny") == 16384
-
-    def test_without_a_word_from_workers_it_is_not_known(self):
-        assert context_length(self.router(tiny=0), "tiny") is None
-        assert context_length(self.router(other=1), "tiny") is None
-
-    async def test_the_http_front_refuses_by_it(self, network, autojump_clock, monkeypatch):
-        monkeypatch.setattr("trio_router.service.context_length", lambda _, model: 3)
-        async with running(network) as process:
-            await process.service.wait_ready()
-            with pytest.raises(ChatFailed, match="the model's context 3"):
-                await process.chat()
 
 
 class TestDraining:
@@ -508,60 +460,3 @@ async def cut_off(run: Callable[[], Awaitable[None]], *, expected: type[Exceptio
     """Run what a shutdown will cut off."""
     with pytest.raises(expected, match=match):
         await run()
-
-
-class TestWrongSettings:
-    async def test_a_port_that_is_taken_names_its_setting(self, network, autojump_clock):
-        async def listen(host: str, port: int) -> Any:
-            if port == LISTEN.grpc_port:
-                raise OSError(98, "Address already in use")
-            return network.listen(f"{host}:{port}")
-
-        specs = (WorkerSpec(url="grpc://w:1", role=WorkerRole.PLAIN),)
-        settings = ServiceSettings(router=RouterSettings(workers=specs), listen=LISTEN)
-        with pytest.raises(ConfigError, match="grpc_port: cannot listen on router:30001: Address already in use"):
-            async with open_service(settings, listen=listen, dialer=network.dial):
-                pass
-        # What had been opened before is closed again.
-        with pytest.raises(LinkError, match="nobody listens"):
-            await network.dial(HTTP)
-
-    async def test_own_files_that_cannot_be_used_are_told_before_any_worker_is_asked(
-        self, network, autojump_clock, tmp_path
-    ):
-        dialled = []
-
-        async def dial(url: str) -> Any:
-            dialled.append(url)
-            raise LinkError("nobody there")
-
-        async def slow(work: Callable[[], Any]) -> Any:
-            await trio.sleep(1)
-            return work()
-
-        async def listen(host: str, port: int) -> Any:
-            return network.listen(f"{host}:{port}")
-
-        specs = (WorkerSpec(url="grpc://w:1", role=WorkerRole.PLAIN),)
-        settings = ServiceSettings(
-            router=RouterSettings(workers=specs), listen=LISTEN, text=TextSettings(tokenizer_path=tmp_path)
-        )
-        with pytest.raises(BadBundle, match="No tokenizer files found"):
-            async with open_service(settings, listen=listen, dialer=dial, offload=slow):
-                raise AssertionError("it serves")
-        assert not dialled
-
-    async def test_a_fleet_that_cannot_work_opens_nothing(self, network, autojump_clock):
-        async def listen(host: str, port: int) -> Any:
-            raise AssertionError("opened a listener for settings that cannot work")
-
-        with pytest.raises(ConfigError, match="no workers"):
-            async with open_service(ServiceSettings(router=RouterSettings()), listen=listen):
-                pass
-
-
-async def test_threads_run_what_they_are_given_and_pass_on_what_it_raises():
-    threads = Threads(1)
-    assert await threads(lambda: 6 * 7) == 42
-    with pytest.raises(ZeroDivisionError):
-        await threads(lambda: 1 // 0)

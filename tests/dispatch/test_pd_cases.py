@@ -1,34 +1,27 @@
-"""Public cases of prefill/decode dispatch, with either connector, on reference and scripted workers (A1 to A17)."""
+"""Public cases of prefill/decode dispatch, with either connector, on reference and scripted workers (A4 to A16)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
-import betterproto
 import msgspec
 import pytest
 import trio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trio_router.dispatch.handoff import HandoffSettings, OnEmptyPrefill, OnMissingHandoff
-from trio_router.dispatch.legs import decode_leg, parse_request, prefill_leg
 from trio_router.dispatch.retry import RetrySettings
 from trio_router.dispatch.router import RouterSettings
 from trio_router.engine.model import load_model
-from trio_router.engine.settings import Faults, WorkerSettings
+from trio_router.engine.settings import Faults
 from trio_router.errors import HandoffMissing, PrefillFailed, WorkerRejected, WorkerUnavailable
 from trio_router.fleet.worker import WorkerRole
 from trio_router.front.app import HttpFront
 from trio_router.http2.frames import ErrorCode
-from trio_router.protocol.codec import decode
 from trio_router.protocol.messages import GenerateRequest
-from trio_router.protocol.wire import edit
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.testing import Cluster, collect, open_cluster
 from trio_router.testing.scripted import (
@@ -52,145 +45,6 @@ both_connectors = pytest.mark.parametrize("connector", CONNECTORS)
 def decode_side(cluster: Cluster | Scene):
     """The router's record of its (first) decode worker."""
     return next(each for each in cluster.router.registry.workers if each.spec.role is WorkerRole.DECODE)
-
-
-class TestClientGoneBetweenTheLegs:
-    """A1: whoever holds the only reference to blocks gives them back."""
-
-    @asynccontextmanager
-    async def held_between_legs(self, cluster: Cluster) -> AsyncIterator[trio.CancelScope]:
-        """A request whose prefill leg has ended and whose decode leg waits for a connection."""
-        client, harvested = decode_side(cluster).client, trio.Event()
-
-        async def connect() -> None:
-            harvested.set()
-            await trio.sleep_forever()
-
-        client.connect = connect
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(collect, cluster.router, cluster.request("a prompt of its own"))
-            with trio.fail_after(10):
-                await harvested.wait()
-            del client.connect
-            yield nursery.cancel_scope
-            nursery.cancel_scope.cancel()
-
-    @both_connectors
-    @pytest.mark.parametrize("cold", [True, False], ids=["pair never met", "pair has met"])
-    async def test_case_a1_what_nobody_will_fetch_is_released_within_a_second(self, autojump_clock, connector, cold):
-        async with open_cluster(connector=connector) as cluster:
-            if not cold:
-                await collect(cluster.router, cluster.request())
-            prefill, decode = cluster.prefill[0], cluster.decode[0]
-            pulls, tokens = decode.counters.pulls, decode.counters.generated_tokens
-            async with self.held_between_legs(cluster) as scope:
-                assert len(prefill.ledger) == 1
-                scope.cancel()
-            assert cluster.router.in_flight == 0
-            await trio.sleep(1)
-            assert len(prefill.ledger) == 0
-            assert (prefill.counters.released, prefill.counters.lease_expired) == (1, 0)
-            assert (decode.counters.pulls, decode.counters.generated_tokens) == (pulls, tokens)
-            assert cluster.recorder.handoffs[not cold :] == ["released"]
-            assert cluster.leaks() == []
-
-    @both_connectors
-    async def test_case_a1_the_same_when_its_time_is_up_or_the_router_ends(self, autojump_clock, connector):
-        for end in ("abort", "shut_down"):
-            async with open_cluster(connector=connector) as cluster:
-                with pytest.RaisesGroup(
-                    pytest.RaisesExc(Exception, match=r"aborted|shutting down"), allow_unwrapped=True
-                ):
-                    async with self.held_between_legs(cluster):
-                        if end == "abort":
-                            await cluster.router.abort(["request-1"])
-                        else:
-                            cluster.router.shut_down()
-                        await trio.sleep_forever()
-                await trio.sleep(1)
-                assert cluster.prefill[0].counters.released == 1
-                assert cluster.recorder.handoffs == ["released"]
-                assert cluster.leaks() == []
-
-    @both_connectors
-    @pytest.mark.parametrize("cold", [True, False], ids=["pair never met", "pair has met"])
-    async def test_case_a1_a_decode_worker_that_answers_400_before_admission(self, autojump_clock, connector, cold):
-        async with open_cluster(connector=connector) as cluster:
-            if not cold:
-                await collect(cluster.router, cluster.request())
-            prefill, decode = cluster.prefill[0], cluster.decode[0]
-            pulls, tokens = decode.counters.pulls, decode.counters.generated_tokens
-            core = decode.engine.core
-            core.settings = replace(core.settings, max_context_length=4)
-            with pytest.raises(WorkerRejected) as caught:
-                await collect(cluster.router, cluster.request("a prompt of its own"))
-            assert (caught.value.status, caught.value.leg) == (Status.INVALID_ARGUMENT, "decode")
-            await trio.sleep(1)
-            assert len(prefill.ledger) == 0
-            assert (prefill.counters.released, prefill.counters.lease_expired) == (1, 0)
-            assert (decode.counters.pulls, decode.counters.generated_tokens) == (pulls, tokens)
-            assert cluster.recorder.handoffs[not cold :] == ["released"]
-            assert cluster.leaks() == []
-
-
-class TestClientGoneInMidTransfer:
-    """A2, with both connectors; the bound of 30 s has tests beside the janitor's."""
-
-    @both_connectors
-    async def test_case_a2_nothing_ends_the_leg_before_its_first_frame_and_that_ends_it_at_once(
-        self, autojump_clock, connector
-    ):
-        async with open_cluster(connector=connector) as cluster:
-            decode = cluster.decode[0]
-            await collect(cluster.router, cluster.request())
-            decode.faults = Faults(hold_pull=True)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(collect, cluster.router, cluster.request("another prompt", max_tokens=500))
-                with trio.fail_after(10):
-                    while not decode.engine.core.pulling:  # noqa: ASYNC110  # a foreign object without an event
-                        await trio.sleep(0.001)
-                nursery.cancel_scope.cancel()
-            assert cluster.router.in_flight == 0
-            await trio.sleep(25)
-            assert decode.counters.aborts == 0
-            decode.faults = Faults()
-            await trio.sleep(0.1)
-            assert decode.counters.aborts == 1
-            assert cluster.recorder.handoffs == ["consumed", "consumed"]
-            assert cluster.leaks() == []
-
-
-@both_connectors
-async def test_case_a3_ten_long_prefills_that_are_left_are_stopped_and_cost_the_next_request_nothing(
-    autojump_clock, connector
-):
-    worker = WorkerSettings(name="slow", prefill_tokens_per_second=1_000.0)
-    long = "the harbour and the garden " * 400
-    async with open_cluster(connector=connector, worker=worker) as cluster:
-
-        async def first_token() -> float:
-            begin = trio.current_time()
-            async with cluster.router.generate(cluster.request("short", max_tokens=1)) as stream:
-                async for _ in stream:
-                    return trio.current_time() - begin
-            raise AssertionError
-
-        await first_token()
-        idle = await first_token()
-        served = cluster.decode[0].counters.generates
-        async with trio.open_nursery() as nursery:
-            for number in range(10):
-                nursery.start_soon(collect, cluster.router, cluster.request(f"{number} {long}"))
-            await trio.sleep(0.5)
-            nursery.cancel_scope.cancel()
-        await trio.sleep(0.3)
-        assert cluster.prefill[0].counters.aborts == 10
-        # What is computed in a step is: nothing is left behind it.
-        step = worker.max_batched_tokens / worker.prefill_tokens_per_second
-        assert await first_token() <= idle + step
-        assert cluster.decode[0].counters.generates == served + 1
-        await trio.sleep(1)
-        assert cluster.leaks() == []
 
 
 FAIL = RouterSettings(handoff=HandoffSettings(on_missing=OnMissingHandoff.FAIL))
@@ -567,87 +421,3 @@ class TestOneUse:
             assert cluster.recorder.handoffs.count("consumed") == 6
             await trio.sleep(500)
             assert len(cluster.prefill[0].ledger) == 0
-
-
-ODD_TEXT = '{"b": 1e2, "a": 12345678901234567890123, "\\u00e9": "é", "a": 1.0, "z":-0}'
-VARINT = st.integers(0, 2**64 - 1)
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value % 128 + 128)
-        value //= 128
-    out.append(value)
-    return bytes(out)
-
-
-def field(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-SAMPLING_FIELDS = st.one_of(
-    st.builds(field, st.sampled_from([8, 9, 12, 14, 22]), st.integers(0, 1000)),
-    st.builds(field, st.just(15), st.integers(0, 3)),
-    st.builds(field, st.sampled_from([10, 17]), st.binary(max_size=5).filter(bytes.isascii)),
-    st.builds(field, st.just(11), st.lists(st.integers(0, 127), max_size=4).map(bytes)),
-    st.builds(field, st.integers(300, 400), VARINT),
-)
-SAMPLING = st.lists(SAMPLING_FIELDS, max_size=8).map(b"".join)
-INPUT = st.builds(
-    lambda text, ids, later: field(1, text.encode()) + field(2, bytes(ids)) + later,
-    st.sampled_from(["hi", ODD_TEXT]),
-    st.lists(st.integers(0, 127), max_size=5),
-    st.builds(field, st.integers(300, 400), VARINT),
-)
-REQUEST_FIELDS = st.one_of(
-    st.builds(field, st.just(1), st.sampled_from([b"mine", b"\xc3\xa9"])),
-    st.builds(field, st.just(2), INPUT),
-    st.builds(field, st.just(4), SAMPLING),
-    st.builds(field, st.just(5), st.integers(0, 1)),
-    st.builds(field, st.just(6), st.just(field(1, b"evil") + field(2, 1))),
-    st.builds(field, st.just(8), st.sampled_from([b"{}", ODD_TEXT.encode()])),
-    st.builds(field, st.just(9), st.integers(0, 5)),
-    st.builds(field, st.integers(300, 400), st.binary(max_size=5)),
-)
-SET_BY_DECODE_LEG = {(1,): None, (5,): None, (6,): None, (8,): None}
-SET_BY_PREFILL_LEG = SET_BY_DECODE_LEG | {(4, number): None for number in (8, 9, 10, 11, 14, 15)}
-
-
-class TestBytesOfLegs:
-    """A17: fields in any order, several times, unknown, oddly spelled: each byte that is not edited stays."""
-
-    @given(st.lists(REQUEST_FIELDS, max_size=10).map(b"".join))
-    def test_case_a17_a_decode_leg_is_the_clients_bytes_outside_what_is_edited(self, message):
-        view = parse_request(message, disaggregated=False)
-        leg = decode_leg(view, attempt_id="a1", kv_params=ODD_TEXT)
-        assert edit(leg, SET_BY_DECODE_LEG) == edit(message, SET_BY_DECODE_LEG)
-        decoded = decode(GenerateRequest, leg)
-        assert (decoded.request_id, decoded.stream) == ("a1", True)
-        assert decoded.kv_transfer_params_json == ODD_TEXT
-        assert not decoded.kv_transfer_params.remote_host
-        # Of the client's own fields each means what it meant.
-        theirs = decode(GenerateRequest, message)
-        assert decoded.sampling_params == theirs.sampling_params
-        assert betterproto.which_one_of(decoded, "input") == betterproto.which_one_of(theirs, "input")
-        assert decoded.data_parallel_rank == theirs.data_parallel_rank
-
-    @given(st.lists(REQUEST_FIELDS, max_size=10).map(b"".join))
-    def test_case_a17_a_prefill_leg_keeps_all_but_what_could_end_it(self, message):
-        view = parse_request(message, disaggregated=False)
-        leg = prefill_leg(view, attempt_id="a1", kv_params=None, rank=3)
-        edited = SET_BY_PREFILL_LEG | {(9,): None}
-        assert strip_empty_sampling(edit(leg, edited)) == strip_empty_sampling(edit(message, edited))
-        decoded = decode(GenerateRequest, leg)
-        params = decoded.sampling_params
-        assert (params.max_tokens, params.min_tokens, params.n, params.ignore_eos) == (1, 0, 1, True)
-        assert (params.stop, params.stop_token_ids) == ([], [])
-        assert (decoded.stream, decoded.data_parallel_rank) == (False, 3)
-        assert decoded.kv_transfer_params_json is None
-
-
-def strip_empty_sampling(message: bytes) -> bytes:
-    """A request that had no sampling parameters has some on its prefill leg, which are empty without the edited."""
-    return message.replace(field(4, b""), b"")

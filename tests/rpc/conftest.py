@@ -16,12 +16,23 @@ from trio_router.rpc.channel import Channel, ChannelSettings, open_channel
 from trio_router.rpc.memory import MemoryNetwork
 from trio_router.rpc.metadata import Headers, request_headers, response_headers
 from trio_router.rpc.server import Server, ServerSettings
+from trio_router.rpc.tls import ClientTls, ServerTls
 from trio_router.rpc.transport import Transport
 
 STUCK = 1e6
 """Virtual seconds after which nothing can happen any more: a test that hangs fails at once instead."""
 
 OpenPair = Callable[..., AbstractAsyncContextManager[tuple[Channel, Server]]]
+
+
+@pytest.fixture
+def server_tls(server_pair) -> ServerTls:
+    return ServerTls(**server_pair._asdict())
+
+
+@pytest.fixture
+def client_tls(authority) -> ClientTls:
+    return ClientTls(ca_file=authority.ca_file)
 
 
 @pytest.fixture

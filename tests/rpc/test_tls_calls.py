@@ -69,11 +69,6 @@ async def secured(
             nursery.cancel_scope.cancel()
 
 
-@pytest.fixture
-def client_tls(authority) -> ClientTls:
-    return ClientTls(ca_file=authority.ca_file)
-
-
 async def echoes(channel: Channel, message: bytes = b"hello") -> bool:
     call = await channel.call(ECHO, message)
     return [await call.receive(), await call.receive()] == [message, None]
